@@ -1,0 +1,132 @@
+"""chunk_gated_delta_rule."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gdn_jax import checks, xla
+from gdn_jax.checks import ArrayLike
+from gdn_jax.dispatch import choose
+from gdn_jax.ops.recurrent import rule_inputs, rule_scale
+from gdn_jax.varlen import equal_starts, resolve, sequences, stacked
+
+
+@functools.partial(jax.jit, static_argnames=("use_qk_l2norm", "chunk_size"))
+def _run(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    ssm_state: Array,
+    layer: Array | None,
+    query_start_loc: Array,
+    *,
+    scale: Array,
+    use_qk_l2norm: bool,
+    chunk_size: int,
+    **indices: Array | None,
+) -> tuple[Array, Array]:
+    pool, at = stacked(ssm_state, layer)
+    num_tokens, (num_layers, num_slots) = v.shape[0], pool.shape[:2]
+    checks.debug_check(
+        "chunk_gated_delta_rule", num_slots=num_slots, num_tokens=num_tokens, query_start_loc=query_start_loc, **indices
+    )
+    starts, lengths = sequences(query_start_loc, num_tokens)
+    batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices)
+    o, pool = xla.chunk.chunk(
+        q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size
+    )
+    return o, pool if layer is not None else pool[0]
+
+
+def chunk_gated_delta_rule(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
+    *,
+    ssm_state: ArrayLike | None = None,
+    state_indices: ArrayLike | None = None,
+    query_start_loc: ArrayLike | None = None,
+    has_initial_state: ArrayLike | None = None,
+    initial_state_indices: ArrayLike | None = None,
+    scale: float | ArrayLike | None = None,
+    use_qk_l2norm: bool = True,
+    chunk_size: int = 64,
+    layer: int | ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """The gated delta rule over ragged sequences, on a pool of states: the prefill form.
+
+    The same mathematics as `recurrent_gated_delta_rule` token by token, computed in chunks; exact next to strong decays,
+    `g = -inf` (a reset) included.
+
+    Args:
+        q: `[T, H, K]`, packed sequences, or `[B, T, H, K]` without `query_start_loc`, like the next four. q, k and v of one
+            dtype: float32, bfloat16 or float16.
+        k: `[T, H, K]`.
+        v: `[T, HV, V]`, HV a multiple of H.
+        g: `[T, HV]`, log decay.
+        beta: `[T, HV]`, write strength.
+        ssm_state: `[num_slots, HV, K, V]` in any of these dtypes, with a leading axis `L` where `layer` is given. None: every
+            sequence starts from zeros, and its final state comes back.
+        state_indices: integer `[N]`, the slots; outside the pool: padding. None: sequence n uses row n.
+        query_start_loc: integer `[N + 1]`, where the sequences start, and the end of the last.
+        has_initial_state: bool `[N]`; False: start from zeros. None: all True.
+        initial_state_indices: integer `[N]`, slots to read the states from; outside the pool: zeros. None: `state_indices`.
+        scale: of q; None: `K ** -0.5`.
+        use_qk_l2norm: False leaves q and k as they are (`scale` still applies).
+        chunk_size: tokens a chunk, a hint on speed: the tile is the next power of two, between 16 and 256.
+        layer: which layer of a stacked `ssm_state`, an int or an int32 scalar.
+        implementation: "xla", "mosaic", or None to choose.
+
+    Returns:
+        `(o, ssm_state)`: `o` of the shape and dtype of `v`, zeros at padding, and the updated pool; without a pool the final
+        states `[N, HV, K, V]`, float32.
+
+    Raises:
+        ValueError: shapes or arguments that do not fit together, or an implementation that cannot run here.
+        TypeError: no array, another dtype, or q, k and v of different ones.
+
+    Source: Gated Delta Networks, Yang et al. 2024 (arXiv 2412.06464), section 3.3.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> qk, v, gates = jnp.ones((5, 1, 4)), jnp.ones((5, 2, 4)), jnp.zeros((5, 2))
+        >>> o, states = chunk_gated_delta_rule(qk, qk, v, gates, gates, query_start_loc=jnp.array([0, 3, 5]))
+        >>> o.shape, states.shape
+        ((5, 2, 4), (2, 2, 4, 4))
+    """
+    this = "chunk_gated_delta_rule"
+    if query_start_loc is None:
+        num_v_heads, k_dim, v_dim = rule_inputs(this, q, k, v, g, beta, num_sequences=None, num_tokens=None)
+        n, length = v.shape[:2]
+        starts = equal_starts(n, length)
+    else:
+        num_v_heads, k_dim, v_dim = rule_inputs(this, q, k, v, g, beta, num_tokens=None)
+        starts, n = checks.starts(this, query_start_loc)
+    arguments = dict(
+        state_indices=state_indices, has_initial_state=has_initial_state, initial_state_indices=initial_state_indices
+    )
+    heads = dict(num_v_heads=num_v_heads, head_k_dim=k_dim, head_v_dim=v_dim)
+    if ssm_state is None:
+        checks.refuse(this, "without `ssm_state`", **arguments, layer=layer)
+        at, ssm_state = None, jnp.zeros((n, *heads.values()), jnp.float32)
+    else:
+        at = checks.pool(this, "ssm_state", ssm_state, layer, num_slots=None, **heads)
+        checks.own_rows(this, state_indices, n, ssm_state.shape[-4], "ssm_state")
+    indices = dict(
+        state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
+        has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
+        initial_state_indices=checks.index(this, "initial_state_indices", initial_state_indices, num_sequences=n),
+    )
+    choose(this, implementation)
+    scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
+    flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)] + [x.reshape(-1, num_v_heads) for x in (g, beta)]
+    size = checks.size(this, "chunk_size", chunk_size, 1)
+    o, ssm_state = _run(*flat, ssm_state, at, starts, scale=scale, use_qk_l2norm=norm, chunk_size=size, **indices)
+    return o.reshape(v.shape), ssm_state

@@ -1,0 +1,212 @@
+"""causal_conv1d and causal_conv1d_update."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from gdn_jax import checks, xla
+from gdn_jax.checks import ArrayLike
+from gdn_jax.dispatch import choose
+from gdn_jax.varlen import equal_starts, resolve, sequences, stacked
+
+
+@functools.partial(jax.jit, static_argnames=("this", "activation", "verify"))
+def _run(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    conv_state: Array | None,
+    layer: Array | None,
+    query_start_loc: Array,
+    *,
+    this: str,
+    activation: str | None,
+    verify: bool = False,
+    **indices: Array | None,
+) -> tuple[Array, Array]:
+    pool, at = (None, jnp.int32(0)) if conv_state is None else stacked(conv_state, layer)
+    num_layers, num_slots = (1, query_start_loc.shape[0] - 1) if pool is None else pool.shape[:2]
+    longest = 1 if pool is None else pool.shape[3] - weight.shape[1] + 2
+    limits: dict[str, Any] = dict(max_accepted=longest, max_length=longest if verify else None)
+    checks.debug_check(this, num_slots=num_slots, num_tokens=x.shape[0], query_start_loc=query_start_loc, **indices, **limits)
+    starts, lengths = sequences(query_start_loc, x.shape[0])
+    batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices, **limits)
+    y, pool = xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
+    return y, pool if conv_state is None or layer is not None else pool[0]
+
+
+def _weights(this: str, x: ArrayLike, weight: Any, bias: Any, activation: Any) -> int:
+    """Checks the weights against `x`; returns W."""
+    _, width = checks.floats(this, "weight", weight, conv_dim=x.shape[-1], conv_kernel_dim=None)
+    if width < 2:
+        raise ValueError(f"{this}: `weight` has conv_kernel_dim={width}, expected at least 2.")
+    if bias is not None:
+        checks.floats(this, "bias", bias, conv_dim=x.shape[-1])
+    checks.activation(this, activation)
+    return width
+
+
+def _pool(this: str, conv_state: Any, layer: Any, channels: int, width: int, state_indices: Any, n: int) -> Array | None:
+    """Checks the pool; returns the checked layer."""
+    at = checks.pool(this, "conv_state", conv_state, layer, num_slots=None, conv_dim=channels, conv_state_len=None)
+    num_slots, _, columns = conv_state.shape[-3:]
+    if columns < width - 1:
+        raise ValueError(
+            f"{this}: `conv_state` has conv_state_len={columns}, expected at least conv_kernel_dim - 1 = {width - 1}."
+        )
+    checks.own_rows(this, state_indices, n, num_slots, "conv_state")
+    return at
+
+
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    conv_state: ArrayLike | None = None,
+    state_indices: ArrayLike | None = None,
+    query_start_loc: ArrayLike | None = None,
+    has_initial_state: ArrayLike | None = None,
+    initial_state_indices: ArrayLike | None = None,
+    num_accepted_tokens: ArrayLike | None = None,
+    activation: str | None = "silu",
+    layer: int | ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Causal depthwise convolution over ragged sequences, with its history in slots: the prefill form.
+
+        y[t] = act(bias + sum over i < W of weight[:, i] * window_t[i])
+
+    where `window_t` holds the last `W` inputs of the sequence up to `x[t]`, the oldest first, the history before them.
+
+    Args:
+        x: `[T, D]`, packed sequences; `[B, T, D]` without `query_start_loc`. float32, bfloat16 or float16.
+        weight: `[D, W]`, W at least 2.
+        bias: `[D]` or None.
+        conv_state: `[num_slots, D, W - 1 + S]` in any of these dtypes, with a leading axis `L` where `layer` is given.
+            None: every sequence starts from zeros, and its final state comes back.
+        state_indices: integer `[N]`, the slots; outside the pool: padding. None: sequence n uses row n.
+        query_start_loc: integer `[N + 1]`, where the sequences start, and the end of the last.
+        has_initial_state: bool `[N]`; False: start from zeros. None: all True.
+        initial_state_indices: integer `[N]`, slots to read the history from; outside the pool: zeros. None: `state_indices`.
+        num_accepted_tokens: integer `[N]`, each from 1 to `S + 1`: the history begins at this column - 1, after a verify step.
+        activation: "silu", "swish" (the same) or None.
+        layer: which layer of a stacked `conv_state`, an int or an int32 scalar.
+        implementation: "xla", "mosaic", or None to choose.
+
+    Returns:
+        `(y, conv_state)`: `y` of the shape and dtype of `x`, zeros at padding; the updated pool, in which the first `W - 1`
+        columns of each named slot hold its last inputs. Without a pool: `[N, D, W - 1]` in `x.dtype`.
+
+    Raises:
+        ValueError: shapes or arguments that do not fit together, or an implementation that cannot run here.
+        TypeError: no array, or another dtype.
+
+    Source: the short convolution of Qwen3-Next; the update rule of Dao-AILab's causal_conv1d.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((5, 2))
+        >>> y, state = causal_conv1d(x, jnp.ones((2, 4)), query_start_loc=jnp.array([0, 3, 5]), activation=None)
+        >>> y[:, 0].tolist(), state.shape
+        ([1.0, 2.0, 3.0, 1.0, 2.0], (2, 2, 3))
+    """
+    this = "causal_conv1d"
+    checks.check_array(this, "x", x)
+    if query_start_loc is None:
+        n, length, channels = checks.check_shape(this, "x", x, num_sequences=None, num_tokens=None, conv_dim=None)
+        starts = equal_starts(n, length)
+    else:
+        _, channels = checks.check_shape(this, "x", x, num_tokens=None, conv_dim=None)
+        starts, n = checks.starts(this, query_start_loc)
+    width = _weights(this, x, weight, bias, activation)
+    arguments = dict(
+        state_indices=state_indices, has_initial_state=has_initial_state, initial_state_indices=initial_state_indices
+    )
+    if conv_state is None:
+        why = "without `conv_state`"
+        checks.refuse(this, why, **arguments, num_accepted_tokens=num_accepted_tokens, layer=layer)
+        at = None
+    else:
+        at = _pool(this, conv_state, layer, channels, width, state_indices, n)
+    indices = dict(
+        state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
+        has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
+        initial_state_indices=checks.index(this, "initial_state_indices", initial_state_indices, num_sequences=n),
+        num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
+    )
+    choose(this, implementation)
+    flat = x.reshape(-1, channels)
+    y, conv_state = _run(flat, weight, bias, conv_state, at, starts, this=this, activation=activation, **indices)
+    return y.reshape(x.shape), conv_state
+
+
+def causal_conv1d_update(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    *,
+    conv_state: ArrayLike,
+    state_indices: ArrayLike | None = None,
+    has_initial_state: ArrayLike | None = None,
+    num_accepted_tokens: ArrayLike | None = None,
+    query_start_loc: ArrayLike | None = None,
+    activation: str | None = "silu",
+    layer: int | ArrayLike | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """The causal convolution of one decode step, or of one verify step of speculative decoding.
+
+    Without `query_start_loc`, one token a sequence: the window is the row's first `W - 1` columns and `x`, then these columns
+    shift by one and the others stay. With it, the verify step: the history begins at column
+    `p = num_accepted_tokens - 1`, and afterwards the row holds columns `p + 1` to `p + W - 2` of the old row, the new inputs,
+    and zeros.
+
+    Args:
+        x: `[N, D]`, or `[T, D]` with `query_start_loc`; float32, bfloat16 or float16.
+        weight: `[D, W]`, W at least 2.
+        bias: `[D]` or None.
+        conv_state: `[num_slots, D, W - 1 + S]` in any of these dtypes, with a leading axis `L` where `layer` is given.
+        state_indices: integer `[N]`, the slots; outside the pool: padding. None: sequence n uses row n.
+        has_initial_state: bool `[N]`; False: start from zeros. None: all True.
+        num_accepted_tokens: integer `[N]`, each from 1 to `S + 1`; None: 1 for all. Only with `query_start_loc`.
+        query_start_loc: integer `[N + 1]`; a sequence has 0 to `S + 1` tokens, with more it is padding.
+        activation: "silu", "swish" (the same) or None.
+        layer: which layer of a stacked `conv_state`, an int or an int32 scalar.
+        implementation: "xla", "mosaic", or None to choose.
+
+    Returns:
+        `(y, conv_state)`: `y` of the shape and dtype of `x`, zeros at padding, and the updated pool.
+
+    Raises:
+        ValueError: shapes or arguments that do not fit together, or an implementation that cannot run here.
+        TypeError: no array, or another dtype.
+
+    Source: the short convolution of Qwen3-Next; the verify form of LightLLM and vLLM.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> pool = jnp.zeros((3, 2, 3))
+        >>> y, pool = causal_conv1d_update(jnp.ones((1, 2)), jnp.ones((2, 4)), conv_state=pool, state_indices=jnp.array([1]))
+        >>> pool[:, 0].tolist()
+        [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    """
+    this = "causal_conv1d_update"
+    tokens, channels = checks.floats(this, "x", x, num_tokens=None, conv_dim=None)
+    width = _weights(this, x, weight, bias, activation)
+    if query_start_loc is None:
+        checks.refuse(this, "without `query_start_loc`", num_accepted_tokens=num_accepted_tokens)
+        starts, n, verify = equal_starts(tokens, 1), tokens, False
+    else:
+        (starts, n), verify = checks.starts(this, query_start_loc), True
+    at = _pool(this, conv_state, layer, channels, width, state_indices, n)
+    indices = dict(
+        state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
+        has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
+        num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
+    )
+    choose(this, implementation)
+    return _run(x, weight, bias, conv_state, at, starts, this=this, activation=activation, verify=verify, **indices)

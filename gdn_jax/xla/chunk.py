@@ -1,0 +1,164 @@
+"""The gated delta rule over whole prompts, in chunks.
+
+For one chunk of C tokens and one value head, with M the state before it, b_i the sum of g from its start to i, and
+D_ij = b_i - b_j formed as the sum of g over j + 1 … i (a difference of running sums loses the neighbours of a strong decay):
+
+    A_ij = beta_i e^{D_ij} k_i.k_j  (j < i)      R = (I + A)^-1
+    U    = R (beta (v - e^b k M))
+    o    = e^b q M + tril(q k^T e^D) U           M <- e^{b_C} M + (e^{b_C - b} k)^T U
+
+One scan walks over the chunks of all sequences, one sequence after the other. Everything inside a chunk is a product batched
+over heads, which fills a CPU and stays in its cache; a chunk that is short takes a small tile, an unused entry of the chunk
+table takes none, and sequences of one token go through the recurrent loop.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gdn_jax.varlen import Batch, chunk_table
+from gdn_jax.xla.common import dot, f32, l2norm, per_v_head, read_row, round_to, vary_like, write_row
+from gdn_jax.xla.recurrent import recurrent
+
+BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution, and of the smallest tile
+LARGEST_TILE = 256
+LEAST_G = -1e4  # e^g is 0 in float32 from -104 on; a finite sum of g's needs finite g's
+
+
+def tile_size(chunk_size: int) -> int:
+    """The rows of a tile: the power of two from `chunk_size` on, within what the inverse supports."""
+    return min(max(BLOCK, 1 << (chunk_size - 1).bit_length()), LARGEST_TILE)
+
+
+def unit_lower_inverse(a: Array) -> Array:
+    """`(I + a)^-1` for strictly lower triangular `a` `[B, C, C]`, C a power of two times `BLOCK`.
+
+    Forward substitution on the diagonal blocks (all of them at once, the batch in the minor axis), then the merge of
+    neighbours by products: [[P, 0], [X, Q]]^-1 has -Q^-1 X P^-1 below the diagonal.
+    """
+    batch, size, _ = a.shape
+
+    def blocks(row: int, column: int, rows: int, step: int) -> Array:
+        """The blocks of `rows` rows at (row, column), (row + step, column + step), …: `[size // step, B, rows, rows]`."""
+        at = range(0, size, step)
+        return jnp.stack([a[:, i + row : i + row + rows, i + column : i + column + rows] for i in at])
+
+    diagonal = blocks(0, 0, BLOCK, BLOCK).reshape(-1, BLOCK, BLOCK).transpose(1, 2, 0)
+    rows: list[Array] = []
+    for i, unit in enumerate(jnp.eye(BLOCK, dtype=f32)):
+        row = jnp.broadcast_to(unit[:, None], diagonal.shape[1:])
+        row = row - sum(diagonal[i, j] * rows[j] for j in range(i))
+        rows.append(lax.optimization_barrier(row))  # else XLA would fuse the steps and compute each row many times
+    inverse = jnp.stack(rows).transpose(2, 0, 1)
+
+    half = BLOCK
+    while half < size:
+        upper, lower = inverse.reshape(-1, 2, batch, half, half).swapaxes(0, 1)
+        upper, lower = upper.reshape(-1, half, half), lower.reshape(-1, half, half)
+        corner = -dot(lower, dot(blocks(half, 0, half, 2 * half).reshape(-1, half, half), upper))
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=2)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=2)], axis=1)
+        half *= 2
+    return inverse
+
+
+def tile(
+    m: Array, q: Array, k: Array, v: Array, g: Array, beta: Array, count: Array, *, scale: Array, use_qk_l2norm: bool
+) -> tuple[Array, Array]:
+    """One chunk: `m` `[HV, K, V]`; `q`, `k` `[C, H, K]`, `v` `[C, HV, V]`, `g`, `beta` `[C, HV]`, the first `count` rows valid.
+
+    Returns the state after it and `o` `[C, HV, V]` (zeros behind `count`), float32.
+    """
+    size, num_v_heads = v.shape[:2]
+
+    def heads_first(x: Array) -> Array:
+        x = jnp.where((jnp.arange(size) < count).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+        return x.astype(f32).swapaxes(0, 1)
+
+    q, k, v, g, beta = (heads_first(x) for x in (q, k, v, g, beta))
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q, g, beta = q * scale, jnp.maximum(g, LEAST_G), beta[..., None]
+    below = jnp.tril(jnp.ones((size, size), bool), -1)
+    on_or_below = jnp.tril(jnp.ones((size, size), bool))
+
+    # D_ij = sum over l <= i of (g_l where l > j); e^b is the decay since the chunk's start.
+    ones = jnp.broadcast_to(on_or_below.astype(f32), (num_v_heads, size, size))
+    sums = dot(ones, jnp.where(below, g[..., None], 0))
+    decay = jnp.where(on_or_below, jnp.exp(sums), 0)
+    since_start = jnp.exp(sums[..., 0] + g[:, :1])[..., None]
+    to_end = decay[:, -1, :, None]
+
+    kk, qk = (per_v_head(dot(x, k, (2, 2)), num_v_heads) for x in (k, q))
+    q, k = per_v_head(q, num_v_heads), per_v_head(k, num_v_heads)
+    inverse = unit_lower_inverse(jnp.where(below, beta * decay * kk, 0))
+    u = dot(inverse, beta * (v - dot(since_start * k, m)))
+    o = dot(since_start * q, m) + dot(decay * qk, u)
+    m = since_start[:, -1:] * m + dot(to_end * k, u, (1, 1))
+    return m, o.swapaxes(0, 1)
+
+
+def chunk(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    pool: Array,
+    batch: Batch,
+    *,
+    scale: Array,
+    use_qk_l2norm: bool,
+    chunk_size: int,
+) -> tuple[Array, Array]:
+    """`q`, `k` `[T, H, K]`, `v` `[T, HV, V]`, `g`, `beta` `[T, HV]`, `pool` `[L, num_slots, HV, K, V]`.
+
+    Returns `o` `[T, HV, V]` in `v.dtype` and the updated pool.
+    """
+    num_tokens, n = v.shape[0], batch.starts.shape[0]
+    if num_tokens == 0 or n == 0:
+        return jnp.zeros(v.shape, v.dtype), pool
+    size = tile_size(chunk_size)
+    inputs = (q, k, v, g, beta)
+    single = batch.lengths == 1
+    chunks = chunk_table(batch.starts, jnp.where(single, 0, batch.lengths), num_tokens, size)
+    padded = [jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))) for x in inputs]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a backward pass keeps the states between chunks, no more
+    def tiles(m: Array, start: Array, count: Array, padded: list[Array]) -> tuple[Array, Array]:
+        def of(rows: int, m: Array) -> tuple[Array, Array]:
+            taken = (lax.dynamic_slice_in_dim(x, start, rows) for x in padded)
+            m, out = tile(m, *taken, count, scale=scale, use_qk_l2norm=use_qk_l2norm)
+            return m, jnp.pad(round_to(out, v.dtype), ((0, size - rows), (0, 0), (0, 0)))
+
+        def unused(m: Array) -> tuple[Array, Array]:
+            return m, vary_like(jnp.zeros((size, *v.shape[1:]), v.dtype), m)
+
+        sizes = sorted({BLOCK, size})
+        branches = [unused, *(functools.partial(of, rows) for rows in sizes)]
+        return lax.switch(sum((count > rows).astype(jnp.int32) for rows in [0, *sizes[:-1]]), branches, m)
+
+    def step(carry: tuple[Array, Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array, Array], None]:
+        pool, o, m = carry
+        sequence, start, count, first, last = chunk
+        read, write = batch.read[sequence], batch.write[sequence]
+        m = lax.cond(first, lambda: jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32), lambda: m)
+        m, out = tiles(m, start, count, padded)
+        row = lax.cond(last, lambda: round_to(m, pool.dtype), lambda: read_row(pool, batch.layer, write))
+        return (write_row(pool, batch.layer, write, row), lax.dynamic_update_slice_in_dim(o, out, start, 0), m), None
+
+    # A tile writes zeros behind its count, over rows that the chunks after it fill; unused entries write behind the tokens.
+    like = (*inputs, *batch)
+    o = jnp.zeros((num_tokens + size, *v.shape[1:]), v.dtype)
+    carry = (pool, o, jnp.zeros(pool.shape[2:], f32))
+    (pool, o, _), _ = lax.scan(step, tuple(vary_like(x, pool, *like) for x in carry), tuple(chunks))
+
+    at = jnp.where(single, batch.starts, num_tokens)
+    one = Batch(
+        batch.starts, batch.lengths, *(jnp.where(single, x, -1) for x in (batch.read, batch.write)), batch.offset, batch.layer
+    )
+    taken = (x.at[at].get(mode="fill", fill_value=0) for x in inputs)
+    out, pool = recurrent(*taken, pool, one, scale=scale, use_qk_l2norm=use_qk_l2norm, same_slot=False)
+    return o[:num_tokens].at[at].set(out, mode="drop"), pool

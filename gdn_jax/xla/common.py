@@ -1,0 +1,63 @@
+"""What the XLA operators share: true float32 products, real roundings, one token of the rule, rows of a pool."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+f32 = jnp.float32
+
+
+def dot(a: Array, b: Array, contract: tuple[int, int] = (2, 1)) -> Array:
+    """Batched product over the first axis in true float32, whatever the default precision: `[B, m, k] x [B, k, n]`."""
+    dimensions = (((contract[0],), (contract[1],)), ((0,), (0,)))
+    return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=f32)
+
+
+def round_to(x: Array, dtype: DTypeLike) -> Array:
+    """`x` (float32) in `dtype`, with a rounding that stays: XLA may drop a pair of converts, never a reduce_precision."""
+    info = jnp.finfo(dtype)
+    if info.bits < 32:
+        x = lax.reduce_precision(x, info.nexp, info.nmant)
+    return x.astype(dtype)
+
+
+def vary_like(x: Array, *others: Array) -> Array:
+    """`x` marked as varying over every manual mesh axis that one of `others` varies over (as a loop's carry needs it)."""
+    axes = set[str]().union(*(jax.typeof(other).manual_axis_type.varying for other in others))
+    axes -= jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+
+def l2norm(x: Array) -> Array:
+    """`x / sqrt(sum(x ** 2) + 1e-6)` over the last axis, float32."""
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def per_v_head(x: Array, num_v_heads: int, axis: int = 0) -> Array:
+    """Repeats the key heads on `axis`: value head `hv` uses key head `hv // (HV // H)`."""
+    return jnp.repeat(x, num_v_heads // x.shape[axis], axis=axis)
+
+
+def rule_step(m: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> tuple[Array, Array]:
+    """One token of the gated delta rule, all float32.
+
+    `m` `[HV, K, V]`; `q` (scaled), `k` `[HV, K]`; `v` `[HV, V]`; `g`, `beta` `[HV]`. Returns the new `m` and `o` `[HV, V]`.
+    One pass reads the old state for both products: with M' = e^g M + k u^T, M'^T q = e^g M^T q + (k . q) u.
+    """
+    decay = jnp.exp(g)[:, None]
+    products = dot(jnp.stack([k, q], axis=1), m) * decay[..., None]
+    u = beta[:, None] * (v - products[:, 0])
+    o = products[:, 1] + jnp.sum(k * q, axis=-1, keepdims=True) * u
+    return decay[..., None] * m + k[:, :, None] * u[:, None, :], o
+
+
+def read_row(pool: Array, layer: Array, slot: Array) -> Array:
+    """Row `slot` (clamped into the pool) of `layer`. The barrier keeps it one read, however many use it."""
+    row = lax.dynamic_slice(pool, (layer, slot, *[0] * (pool.ndim - 2)), (1, 1, *pool.shape[2:]))
+    return lax.optimization_barrier(row[0, 0])
+
+
+def write_row(pool: Array, layer: Array, slot: Array, row: Array) -> Array:
+    """`pool` with row `slot` (clamped into the pool) of `layer` replaced, in place where XLA may."""
+    return lax.dynamic_update_slice(pool, row[None, None], (layer, slot, *[0] * (pool.ndim - 2)))
