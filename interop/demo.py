@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draft tokens a step; 0: plain decoding (default: 2)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random checkpoint (default: 0)")
-    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="torch threads (default: torch's own choice)")
+    parser.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="torch threads (default: 1; torch's own with --model)"
+    )
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -95,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with contextlib.ExitStack() as stack:
         stack.enter_context(_quiet_transformers())
-        stack.enter_context(_torch_threads(args.threads))
+        # Matrices this small gain nothing from a second thread, and lose much where another process wants the core.
+        stack.enter_context(_torch_threads(1 if args.threads is None and args.model is None else args.threads))
         try:
             texts = read_prompts(args.prompts)
             directory = args.model
@@ -117,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
             return 2
         with Progress(*columns, console=console) as progress:
             total = len(prompts) * args.max_new_tokens
-            ours = progress.add_task("Serving with gdn_jax", total=total)
+            ours = progress.add_task("Compiling", total=total)
             theirs = progress.add_task("Plain Hugging Face, 1 by 1", total=total, start=False)
             served = serve(
                 model,
@@ -125,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
                 num_slots=args.slots,
                 prefill_chunk=args.prefill_chunk,
                 mtp_step=args.mtp_step,
-                advance=lambda count: progress.advance(ours, count),
+                advance=lambda count: progress.update(ours, advance=count, description="Serving with gdn_jax"),
             )
             progress.start_task(theirs)
             plain = generate_plainly(

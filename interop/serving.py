@@ -8,6 +8,7 @@ Convolution, gating, the gated delta rule and the gated norm are `gdn_jax`, call
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,13 +55,65 @@ class GDNBatch:
     extra: Tensor
 
 
+@functools.cache
+def _gdn_calls(config: GDNConfig, eps: float) -> tuple[InPlace, InPlace]:
+    """The prefill and the decode call over torch tensors; kept, so that a second server compiles nothing."""
+
+    def prefill(state: GDNState, weights, norm_weight, mixed, slots, starts, has_state):
+        out = gdn_prefill(
+            weights,
+            state,
+            mixed,
+            config=config,
+            query_start_loc=starts,
+            state_indices=slots,
+            has_initial_state=has_state,
+            norm_weight=norm_weight,
+            norm_eps=eps,
+        )
+        return out.state, out.o
+
+    def decode(state: GDNState, weights, norm_weight, mixed, slots, starts, accepted):
+        if config.mtp_step == 0:
+            out = gdn_decode(
+                weights,
+                state,
+                mixed,
+                config=config,
+                state_indices=slots,
+                norm_weight=norm_weight,
+                norm_eps=eps,
+            )
+            return out.state, out.o
+        out = gdn_mtp_decode(
+            weights,
+            state,
+            mixed,
+            config=config,
+            state_indices=slots,
+            num_accepted_tokens=accepted,
+            query_start_loc=starts,
+            norm_weight=norm_weight,
+            norm_eps=eps,
+        )
+        return out.state, out.o
+
+    return InPlace(prefill), InPlace(decode)
+
+
+def _copy(parameter: Tensor) -> jax.Array:
+    """JAX's own copy of a parameter, on the same device."""
+    return to_jax(parameter.detach(), copy=True)
+
+
 class Server:
     """The model's forward pass over packed tokens, with the caches of all requests in flight.
 
     The static shapes are few: a prefill call always has `prefill_chunk` tokens and `num_slots` sequences, a decode call
-    `num_slots` sequences of up to `mtp_step + 1` tokens. The layer is a traced index into the stacked pools, so two
-    programs are compiled in all. Full attention keeps keys and values a slot; a rejected draft's are overwritten by
-    what comes in its place.
+    `num_slots` sequences of up to `mtp_step + 1` tokens; each layer's pools are views of the stacked ones and have the
+    same shape. So two programs are compiled in all. (A call gets the view, not the stacked pools with a `layer`: on a
+    CPU `InPlace` has to copy what it gets.) Full attention keeps keys and values for each slot; those of a rejected
+    draft are overwritten by what comes in its place.
     """
 
     def __init__(self, model: Any, *, num_slots: int, max_length: int, prefill_chunk: int, mtp_step: int) -> None:
@@ -78,54 +131,22 @@ class Server:
         self._weights: list[tuple[GDNWeights, jax.Array]] = []
         self._projections: list[Tensor] = []
         for module in linear:
-            copies = [
-                None if tensor is None else to_jax(tensor.detach(), copy=True)
-                for tensor in (module.conv1d.weight, module.conv1d.bias, module.A_log, module.dt_bias)
-            ]
-            self._weights.append((gdn_weights_from_hf(*copies, config), to_jax(module.norm.weight.detach(), copy=True)))
-            pair = (to_jax(p.weight.detach(), copy=True) for p in (module.in_proj_qkvz, module.in_proj_ba))
-            self._projections.append(to_torch(pack_hf_projections(*pair, config)))
+            weights = gdn_weights_from_hf(
+                _copy(module.conv1d.weight),
+                None if module.conv1d.bias is None else _copy(module.conv1d.bias),
+                _copy(module.A_log),
+                _copy(module.dt_bias),
+                config,
+            )
+            packed = pack_hf_projections(_copy(module.in_proj_qkvz.weight), _copy(module.in_proj_ba.weight), config)
+            self._weights.append((weights, _copy(module.norm.weight)))
+            self._projections.append(to_torch(packed))
         size = model.config.num_key_value_heads, max_length, model.config.head_dim
         self._keys_values = [
             None if hasattr(layer, "linear_attn") else torch.zeros(2, num_slots, *size, device=self._device)
             for layer in model.model.layers
         ]
-        eps = float(model.config.rms_norm_eps)
-
-        def prefill(state: GDNState, weights, norm_weight, mixed, slots, starts, has_state, layer):
-            out = gdn_prefill(
-                weights,
-                state,
-                mixed,
-                config=config,
-                query_start_loc=starts,
-                state_indices=slots,
-                has_initial_state=has_state,
-                norm_weight=norm_weight,
-                norm_eps=eps,
-                layer=layer,
-            )
-            return out.state, out.o
-
-        def decode(state: GDNState, weights, norm_weight, mixed, slots, starts, accepted, layer):
-            norm = dict(norm_weight=norm_weight, norm_eps=eps)
-            if mtp_step == 0:
-                out = gdn_decode(weights, state, mixed, config=config, state_indices=slots, layer=layer, **norm)
-                return out.state, out.o
-            out = gdn_mtp_decode(
-                weights,
-                state,
-                mixed,
-                config=config,
-                state_indices=slots,
-                num_accepted_tokens=accepted,
-                query_start_loc=starts,
-                layer=layer,
-                **norm,
-            )
-            return out.state, out.o
-
-        self._prefill, self._decode = InPlace(prefill), InPlace(decode)
+        self._prefill, self._decode = _gdn_calls(config, float(model.config.rms_norm_eps))
 
     def warm_up(self) -> None:
         """Compiles both programs, with batches of nothing but padding: the pools stay as they are."""
@@ -170,37 +191,47 @@ class Server:
         """One gdn_jax call on the pools: `[num_tokens, qkvz_dim + ba_dim]` in, `[num_tokens, HV, V]` out."""
         padded = F.pad(mixed, (0, 0, 0, batch.size - batch.num_tokens))
         begin = self._clock()
-        output = call(
-            self._cache.state, *self._weights[index], padded, batch.slots, batch.starts, batch.extra, layer=index
-        )
+        output = call(self._cache.layer(index), *self._weights[index], padded, batch.slots, batch.starts, batch.extra)
         self.seconds_in_operators += self._clock() - begin
         return output[: batch.num_tokens]
 
     def _prefill_batch(self, spans: Sequence[Span]) -> GDNBatch:
-        has_state = [span.start > 0 for span in spans]
-        return self._batch(spans, self._chunk, torch.tensor(has_state, dtype=torch.bool), "has_initial_state")
+        slots, starts, missing = self._slots_and_starts(spans)
+        has_state = torch.tensor([span.start > 0 for span in spans] + [False] * missing)
+        check_batch(
+            num_slots=self._num_slots,
+            num_tokens=self._chunk,
+            state_indices=slots.numpy(),
+            query_start_loc=starts.numpy(),
+            has_initial_state=has_state.numpy(),
+            mtp_step=self._mtp_step,
+        )
+        return self._batch(self._chunk, slots, starts, has_state)
 
     def _decode_batch(self, spans: Sequence[Span]) -> GDNBatch:
-        accepted = torch.tensor([span.request.num_accepted for span in spans], dtype=torch.int32)
-        return self._batch(spans, self._num_slots * (self._mtp_step + 1), accepted, "num_accepted_tokens")
-
-    def _batch(self, spans: Sequence[Span], size: int, extra: Tensor, extra_name: str) -> GDNBatch:
-        missing = self._num_slots - len(spans)
-        lengths = torch.tensor([len(span.tokens) for span in spans] + [0] * missing, dtype=torch.int32)
-        slots = torch.tensor([span.request.slot for span in spans] + [PAD_SLOT] * missing, dtype=torch.int32)
-        starts = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        extra = F.pad(extra, (0, missing), value=1)
+        slots, starts, missing = self._slots_and_starts(spans)
+        accepted = torch.tensor([span.request.num_accepted for span in spans] + [1] * missing, dtype=torch.int32)
+        size = self._num_slots * (self._mtp_step + 1)
         check_batch(
             num_slots=self._num_slots,
             num_tokens=size,
             state_indices=slots.numpy(),
             query_start_loc=starts.numpy(),
+            num_accepted_tokens=accepted.numpy(),
             mtp_step=self._mtp_step,
-            verify=extra_name == "num_accepted_tokens",
-            **{extra_name: extra.numpy()},
+            verify=True,
         )
-        arrays = [tensor.to(self._device) for tensor in (slots, starts, extra)]
-        return GDNBatch(int(starts[-1]), size, *arrays)
+        return self._batch(size, slots, starts, accepted)
+
+    def _slots_and_starts(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor, int]:
+        """Padded to `num_slots` sequences, and how many of them are padding."""
+        missing = self._num_slots - len(spans)
+        lengths = torch.tensor([0] + [len(span.tokens) for span in spans] + [0] * missing, dtype=torch.int32)
+        slots = torch.tensor([span.request.slot for span in spans] + [PAD_SLOT] * missing, dtype=torch.int32)
+        return slots, lengths.cumsum(0, dtype=torch.int32), missing
+
+    def _batch(self, size: int, slots: Tensor, starts: Tensor, extra: Tensor) -> GDNBatch:
+        return GDNBatch(int(starts[-1]), size, *(tensor.to(self._device) for tensor in (slots, starts, extra)))
 
     def _full_attention(
         self, module: Any, inputs: Tensor, rotary: tuple[Tensor, Tensor], spans: Sequence[Span], keys_values: Tensor
@@ -269,12 +300,13 @@ def serve(
     mtp_step: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Generated:
-    """Runs all requests to their end; `advance` hears of new tokens, and of those that an early stop saves."""
+    """Runs all requests to their end; `advance` hears of new tokens, of those that an early stop saves, first of 0."""
     begin = time.perf_counter()
     requests = scheduler.requests
     max_length = max(len(request.prompt) + request.max_new_tokens for request in requests)
     server = Server(model, num_slots=num_slots, max_length=max_length, prefill_chunk=prefill_chunk, mtp_step=mtp_step)
     server.warm_up()
+    advance(0)
     warm = time.perf_counter()
     rows: list[list[Tensor]] = [[] for _ in requests]
     while step := scheduler.plan():

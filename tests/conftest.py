@@ -8,8 +8,8 @@ import pytest
 # jax and torch share the card with each other and with other processes: neither takes it all at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers share the cores: one thread each for torch's loops and for BLAS. (XLA sizes its pool by PJRT_NPROC.)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PJRT_NPROC"):
+    # The workers share the cores: one thread each for torch's loops and for BLAS (XLA: one per CPU device at least).
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 
 import jax

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import golden
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+import golden
 from gdn_jax import reference
 from gdn_jax.types import PAD_SLOT, GDNConfig, GDNState, GDNWeights
 
@@ -543,6 +543,48 @@ def test_a_verify_sequence_that_is_too_long_is_padding(rng: np.random.Generator)
     assert not o[:4].any() and o[4:].all()
     same(after.conv[0], before.conv[0])
     same(after.ssm[:3], before.ssm[:3])
+
+
+@pytest.mark.parametrize("bad", [PAD_SLOT, 8, HUGE, 2**63 - 1])
+def test_mtp_rule_skips(rng: np.random.Generator, bad: int) -> None:
+    inputs, initial = rule_inputs(rng, 8), pool(rng, 8, 4, 6, 5)
+    loc, one, slots = starts(3, 3, 2), np.ones(3, INT), np.array([[0, 1, 2], [3, 4, 5], [6, 7, bad]])
+    index: dict[str, Any] = dict(read_indices=slots, write_indices=slots, num_accepted_tokens=one)
+    want_o, want = reference.mtp_gated_delta_rule(**inputs, ssm_state=initial, query_start_loc=loc, **index)
+    assert want_o.all() and not (want == initial).any()
+
+    def check(padding: slice, untouched: list[int], **other: Any) -> None:
+        kwargs = dict(index, query_start_loc=loc) | other
+        o, rows = reference.mtp_gated_delta_rule(**inputs, ssm_state=initial, **kwargs)
+        assert not o[padding].any()
+        same(np.delete(o, padding, axis=0), np.delete(want_o, padding, axis=0))
+        same(rows[untouched], initial[untouched])
+        same(np.delete(rows, untouched, axis=0), np.delete(want, untouched, axis=0))
+
+    def replaced(n: int, j: int) -> np.ndarray:
+        return np.where((np.arange(3)[:, None] == n) & (np.arange(3) == j), bad, slots)
+
+    check(slice(3, 6), [3, 4, 5], read_indices=replaced(1, 0))
+    check(slice(0, 0), [], read_indices=replaced(1, 1))  # not the accepted one
+    check(slice(0, 0), [4], write_indices=replaced(1, 1))  # the next token goes on
+    check(slice(6, 8), [6, 7], num_accepted_tokens=np.array([1, 1, 3]))
+    for count in (0, -1, 4, HUGE):
+        check(slice(3, 6), [3, 4, 5], num_accepted_tokens=np.array([1, count, 1]))
+
+
+def test_mtp_rule_of_too_many_tokens_is_padding(rng: np.random.Generator) -> None:
+    initial, slots = pool(rng, 4, 4, 6, 5), np.array([[0, 1], [2, 3]])
+    o, rows = reference.mtp_gated_delta_rule(
+        **rule_inputs(rng, 5),
+        ssm_state=initial,
+        read_indices=slots,
+        write_indices=slots,
+        num_accepted_tokens=np.array([1, 2]),
+        query_start_loc=starts(3, 2),
+    )
+    assert not o[:3].any() and o[3:].all()
+    same(rows[:2], initial[:2])
+    assert (rows[2:] != initial[2:]).all()
 
 
 def test_empty_sequences_leave_their_slots(rng: np.random.Generator) -> None:

@@ -22,14 +22,14 @@ from gdn_jax.varlen import Batch, chunk_table
 from gdn_jax.xla.common import dot, f32, l2norm, per_v_head, read_row, round_to, vary_like, write_row
 from gdn_jax.xla.recurrent import recurrent
 
-BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution, and of the smallest tile
-LARGEST_TILE = 256
+BLOCK = 8  # rows of the diagonal blocks that are inverted by substitution
+SMALLEST_TILE, LARGEST_TILE = 16, 256
 LEAST_G = -1e4  # e^g is 0 in float32 from -104 on; a finite sum of g's needs finite g's
 
 
 def tile_size(chunk_size: int) -> int:
     """The rows of a tile: the power of two from `chunk_size` on, within what the inverse supports."""
-    return min(max(BLOCK, 1 << (chunk_size - 1).bit_length()), LARGEST_TILE)
+    return min(max(SMALLEST_TILE, 1 << (chunk_size - 1).bit_length()), LARGEST_TILE)
 
 
 def unit_lower_inverse(a: Array) -> Array:
@@ -118,8 +118,8 @@ def chunk(
     Returns `o` `[T, HV, V]` in `v.dtype` and the updated pool.
     """
     num_tokens, n = v.shape[0], batch.starts.shape[0]
-    if num_tokens == 0 or n == 0:
-        return jnp.zeros(v.shape, v.dtype), pool
+    if 0 in (num_tokens, n, pool.shape[1]):
+        return jnp.zeros_like(v), pool
     size = tile_size(chunk_size)
     inputs = (q, k, v, g, beta)
     single = batch.lengths == 1
@@ -136,20 +136,23 @@ def chunk(
         def unused(m: Array) -> tuple[Array, Array]:
             return m, vary_like(jnp.zeros((size, *v.shape[1:]), v.dtype), m)
 
-        sizes = sorted({BLOCK, size})
+        sizes = sorted({SMALLEST_TILE, size})
         branches = [unused, *(functools.partial(of, rows) for rows in sizes)]
         return lax.switch(sum((count > rows).astype(jnp.int32) for rows in [0, *sizes[:-1]]), branches, m)
 
-    def step(carry: tuple[Array, Array, Array], chunk: tuple[Array, ...]) -> tuple[tuple[Array, Array, Array], None]:
+    Carry = tuple[Array, Array, Array]
+
+    def step(carry: Carry, chunk: tuple[Array, ...]) -> tuple[Carry, None]:
         pool, o, m = carry
         sequence, start, count, first, last = chunk
         read, write = batch.read[sequence], batch.write[sequence]
         m = lax.cond(first, lambda: jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32), lambda: m)
         m, out = tiles(m, start, count, padded)
-        row = lax.cond(last, lambda: round_to(m, pool.dtype), lambda: read_row(pool, batch.layer, write))
-        return (write_row(pool, batch.layer, write, row), lax.dynamic_update_slice_in_dim(o, out, start, 0), m), None
+        pool = lax.cond(last, lambda: write_row(pool, batch.layer, write, round_to(m, pool.dtype)), lambda: pool)
+        o = lax.cond(count > 0, lambda: lax.dynamic_update_slice_in_dim(o, out, start, 0), lambda: o)
+        return (pool, o, m), None
 
-    # A tile writes zeros behind its count, over rows that the chunks after it fill; unused entries write behind the tokens.
+    # A tile writes zeros behind its count, over rows that the chunks after it fill.
     like = (*inputs, *batch)
     o = jnp.zeros((num_tokens + size, *v.shape[1:]), v.dtype)
     carry = (pool, o, jnp.zeros(pool.shape[2:], f32))
@@ -160,5 +163,5 @@ def chunk(
         batch.starts, batch.lengths, *(jnp.where(single, x, -1) for x in (batch.read, batch.write)), batch.offset, batch.layer
     )
     taken = (x.at[at].get(mode="fill", fill_value=0) for x in inputs)
-    out, pool = recurrent(*taken, pool, one, scale=scale, use_qk_l2norm=use_qk_l2norm, same_slot=False)
+    out, pool = recurrent(*taken, pool, one, scale=scale, use_qk_l2norm=use_qk_l2norm)
     return o[:num_tokens].at[at].set(out, mode="drop"), pool

@@ -28,20 +28,22 @@ def recurrent(
     *,
     scale: Array,
     use_qk_l2norm: bool,
-    same_slot: bool = True,
 ) -> tuple[Array, Array]:
     """`q`, `k` `[N, H, K]`, `v` `[N, HV, V]`, `g`, `beta` `[N, HV]`, `pool` `[L, num_slots, HV, K, V]`.
 
-    Returns `o` `[N, HV, V]` in `v.dtype` and the updated pool. `same_slot`: a sequence reads the slot that it writes, or none.
+    Returns `o` `[N, HV, V]` in `v.dtype` and the updated pool.
     """
+
+    if 0 in (v.shape[0], pool.shape[1]):
+        return jnp.zeros_like(v), pool
 
     def step(pool: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
         read, write, *token = xs
-        old = read_row(pool, batch.layer, write)
-        start = jnp.where(read < 0, 0, old if same_slot else read_row(pool, batch.layer, read))
-        m, o = rule_step(start.astype(f32), *(jnp.where(write < 0, 0, x) for x in token))
-        row = jnp.where(write < 0, old, round_to(m, pool.dtype))
-        return write_row(pool, batch.layer, write, row), jnp.where(write < 0, 0, o)
+        pad = write < 0  # row 0 is then read and written back as it is
+        row = read_row(pool, batch.layer, jnp.where(pad | (read < 0), write, read))
+        start = jnp.where(read < 0, 0, row).astype(f32)
+        m, o = rule_step(start, *(jnp.where(pad, 0, x) for x in token))
+        return write_row(pool, batch.layer, write, jnp.where(pad, row, round_to(m, pool.dtype))), jnp.where(pad, 0, o)
 
     xs = (batch.read, batch.write, *tokens(q, k, v, g, beta, scale, use_qk_l2norm))
     pool, o = lax.scan(step, vary_like(pool, *xs), xs)
