@@ -143,8 +143,8 @@ class Chunks(NamedTuple):
 
     Attributes:
         sequence: int32, the sequence it belongs to.
-        start: int32, its first token.
-        count: int32, its tokens; 0 for the unused entries at the end.
+        start: int32, its first token; `num_tokens` for the unused entries at the end.
+        count: int32, its tokens; 0 for the unused entries.
         first: bool, whether it is the first of its sequence.
         last: bool, whether it is the last.
     """
@@ -171,7 +171,7 @@ def chunk_table(starts: Array, lengths: Array, num_tokens: int, chunk_size: int)
     used = entry < ends[-1]
     return Chunks(
         sequence=sequence,
-        start=jnp.where(used, starts[sequence] + nth * chunk_size, 0),
+        start=jnp.where(used, starts[sequence] + nth * chunk_size, num_tokens),
         count=jnp.where(used, jnp.minimum(left, chunk_size), 0),
         first=used & (nth == 0),
         last=used & (left <= chunk_size),

@@ -33,6 +33,7 @@ DTYPES: dict[torch.dtype, np.dtype] = {
 TORCH_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 _NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
 _WIDE_FLOATS = (torch.float64, torch.complex128)
+_ORDINARY = frozenset(DTYPES) - {*_NARROW, *_WIDE_FLOATS}
 # numpy's DLPack import knows no bfloat16 and no float8: those travel as bits.
 _BITS = {dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8 for dtype in DTYPES if DTYPES[dtype].kind == "V"}
 
@@ -73,8 +74,7 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     return Layout(not gap, tuple(axes), rows, expected, plain, overlaps, 0 if 0 in shape else reach, gap)
 
 
-NO_LAYOUT = Layout(False, (), (), (), False, False, 0, "")
-"""Of a tensor without strides: the table refuses it."""
+NO_LAYOUT = Layout(False, (), (), (), False, False, 0, "")  # of a tensor without strides, which the table refuses
 
 
 def _layout(t: Tensor) -> Layout:
@@ -164,6 +164,19 @@ def _alignment(t: Tensor) -> int:
     return 64 if t.is_cpu else 16
 
 
+def _is_ordinary(t: Tensor, at: Layout) -> bool:
+    """In one look: no row of the table holds. Nearly every tensor is so, and a call has many."""
+    return (
+        type(t) is Tensor
+        and at.plain
+        and t.dtype in _ORDINARY
+        and not (t.requires_grad or t.is_conj() or t.is_neg() or _is_wrapped(t))
+        and (t.is_cpu or t.is_cuda)
+        and t.data_ptr() % _alignment(t) == 0
+        and t.untyped_storage().nbytes() >= _needed_bytes(t, at)
+    )
+
+
 class Seen(NamedTuple):
     """A tensor that passed the table."""
 
@@ -177,14 +190,10 @@ class Seen(NamedTuple):
 
 
 def examine(where: str, name: Callable[[], str], tensor: Tensor, *, cache: bool = False, copy: bool = True) -> Seen:
-    """Applies `TABLE` to one tensor; with `copy=False` whatever would copy is refused.
-
-    Raises:
-        ValueError: that begins with `where` and `name()`, the tensor's place in the call.
-    """
+    """Applies `TABLE` to one tensor, of which errors say `where` and `name()`; `copy=False` refuses what would copy."""
     given, copied, detached = tensor, "", False
     at = given_at = _layout(tensor)
-    for row in TABLE:
+    for row in () if _is_ordinary(tensor, at) else TABLE:
         if not row.holds(tensor, at):
             continue
         action = row.cache if cache else row.argument
@@ -262,28 +271,19 @@ def on_device(where: str, device: torch.device) -> contextlib.AbstractContextMan
 
 @functools.lru_cache(64)
 def jax_device(device: torch.device) -> Any:
-    """JAX's name for a torch device.
-
-    Raises:
-        ValueError: JAX does not have it.
-    """
+    """JAX's name for a torch device; a ValueError where it has none."""
     try:
         devices = jax.local_devices(backend=device.type)
     except RuntimeError as error:
         raise ValueError(f"JAX has no {device.type} device here (pip install 'jax[cuda13]'?): {error}") from error
-    index = device.index or 0
-    if device.type == "cuda":
-        devices = [d for d in devices if d.local_hardware_id == index]
-        index = 0
-    if index >= len(devices):
-        raise ValueError(f"JAX does not see {device}, only {jax.local_devices(backend=device.type)}.")
-    return devices[index]
+    for found in devices:
+        if device.type == "cpu" or found.local_hardware_id == (device.index or 0):
+            return found
+    raise ValueError(f"JAX does not see {device}, only {devices}.")
 
 
 class _HostMemory:
     """CPU memory for a DLPack consumer: what `examine` has checked is not checked again, and pinned memory is CPU's."""
-
-    __slots__ = ("tensor",)
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -15,6 +15,7 @@ function, so that every program has plain layouts and JAX aliases each cache by 
 """
 
 import concurrent.futures
+import contextlib
 import inspect
 import re
 import threading
@@ -128,10 +129,8 @@ class InPlace:
         device = self._device([*old, *rest], count, name)
         strict = device.type == "cuda" if self._strict is None else self._strict
         if strict and device.type == "cpu" and old:
-            raise ValueError(
-                f"{where}: `strict` is True with caches on the CPU, expected False or None: JAX copies a donated "
-                "import on CPU, so that no cache can be updated in place there."
-            )
+            why = "JAX copies a donated import on CPU, so that no cache can be updated in place there"
+            raise ValueError(f"{where}: `strict` is True with caches on the CPU, expected False or None: {why}.")
         with dlpack.on_device(where, device):
             seen = [dlpack.examine(where, partial(name, i), t, cache=True, copy=not strict) for i, t in enumerate(old)]
             leaves = [self._leaf(leaf, partial(name, i), device) for i, leaf in enumerate(rest, count)]
@@ -141,12 +140,13 @@ class InPlace:
             run = self._executable(key, strict, name)
             dlpack.warn(where, [(partial(name, i), s) for i, s in enumerate(leaves, count) if isinstance(s, Seen)])
             results, outputs = run([_import(s) for s in seen], [_import(leaf) for leaf in leaves])
+            arrays, output_tree = jax.tree.flatten(outputs)
             if device.type == "cpu":
-                for array in jax.tree.leaves((results, outputs)):
+                for array in (*results, *arrays):
                     array.block_until_ready()
             for i, (cache, result) in enumerate(zip(seen, results)):
                 self._land(cache, dlpack.export_array(result, device.type), strict, partial(name, i))
-            outputs = jax.tree.map(lambda array: dlpack.export_array(array, device.type), outputs)
+            outputs = jax.tree.unflatten(output_tree, [dlpack.export_array(array, device.type) for array in arrays])
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
 
     # Step 1: what the caller gave.
@@ -310,9 +310,7 @@ class InPlace:
             return compiled
         if strict:
             missing = next(names[i] for i in caches if i not in aliases)
-            raise ValueError(
-                f"{self._where}: XLA does not update `{missing}` in place, expected that; strict=False copies back."
-            )
+            raise ValueError(f"{self._where}: XLA does not update `{missing}` in place, expected it; or strict=False.")
         # To run a donated import that is not aliased can abort a CUDA process: donate nothing.
         return jax.jit(body, keep_unused=True).lower(*arguments).compile()
 
@@ -349,8 +347,9 @@ class InPlace:
                 f"{self._where}: `{name()}` was computed at {result.data_ptr():#x}, expected {cache.begin:#x}: JAX "
                 "copied the donated import; strict=False copies back."
             )
-        with torch.inference_mode() if cache.given.is_inference() else torch.no_grad():
-            (cache.given if cache.given.is_contiguous() else cache.given.permute(cache.axes)).copy_(result)
+        target = cache.given if cache.given.is_contiguous() else cache.given.permute(cache.axes)
+        with torch.inference_mode() if target.is_inference() else contextlib.nullcontext():
+            target.copy_(result)
 
 
 def read_aliases(module: str) -> dict[int, int]:

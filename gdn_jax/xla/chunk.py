@@ -7,18 +7,19 @@ D_ij = b_i - b_j formed as the sum of g over j + 1 … i (a difference of runnin
     U    = R (beta (v - e^b k M))
     o    = e^b q M + tril(q k^T e^D) U           M <- e^{b_C} M + (e^{b_C - b} k)^T U
 
-One scan walks over the chunks of all sequences, one sequence after the other. Everything inside a chunk is a product batched
-over heads, which fills a CPU and stays in its cache; a chunk that is short takes a small tile, an unused entry of the chunk
-table takes none, and sequences of one token go through the recurrent loop.
+One loop walks over the chunks of all sequences, one sequence after the other. Everything inside a chunk is a product batched
+over heads, which fills a CPU and stays in its cache; a short chunk takes a small tile, and sequences of one token go through
+the recurrent loop.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.varlen import Batch, chunk_table
+from gdn_jax.varlen import Batch, Chunks, chunk_table
 from gdn_jax.xla.common import dot, f32, l2norm, per_v_head, read_row, round_to, vary_like, write_row
 from gdn_jax.xla.recurrent import recurrent
 
@@ -100,6 +101,61 @@ def tile(
     return m, o.swapaxes(0, 1)
 
 
+Carry = tuple[Array, Array, Array]  # pool, o, and the state `[HV, K, V]` between two chunks
+
+
+def _step(
+    norm_and_size: tuple[bool, int], carry: Carry, inputs: list[Array], scale: Array, batch: Batch, entry: Chunks
+) -> Carry:
+    """One entry of the chunk table; an unused one writes zeros behind the tokens and changes nothing else."""
+    use_qk_l2norm, size = norm_and_size
+    pool, o, m = carry
+    read, write = batch.read[entry.sequence], batch.write[entry.sequence]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)  # a backward pass keeps the states between chunks, no more
+    def compute(m: Array, inputs: list[Array], scale: Array) -> tuple[Array, Array]:
+        def of(rows: int, m: Array) -> tuple[Array, Array]:
+            taken = (lax.dynamic_slice_in_dim(x, entry.start, rows) for x in inputs)
+            m, out = tile(m, *taken, entry.count, scale=scale, use_qk_l2norm=use_qk_l2norm)
+            return m, jnp.pad(round_to(out, o.dtype), ((0, size - rows), (0, 0), (0, 0)))
+
+        if size == SMALLEST_TILE:
+            return of(size, m)
+        small, large = (functools.partial(of, rows) for rows in (SMALLEST_TILE, size))
+        return lax.cond(entry.count > SMALLEST_TILE, large, small, m)
+
+    m = lax.cond(entry.first, lambda: jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32), lambda: m)
+    m, out = compute(m, inputs, scale)
+    pool = lax.cond(entry.last, lambda: write_row(pool, batch.layer, write, round_to(m, pool.dtype)), lambda: pool)
+    # The zeros behind `count` fall on rows that the chunks after this one fill.
+    return pool, lax.dynamic_update_slice_in_dim(o, out, entry.start, 0), m
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _walk(
+    norm_and_size: tuple[bool, int], carry: Carry, inputs: list[Array], scale: Array, batch: Batch, chunks: Chunks
+) -> Carry:
+    """All used entries of the chunk table, in order. As many steps as there are chunks, which no derivative can follow."""
+
+    def step(i: Array, carry: Carry) -> Carry:
+        return _step(norm_and_size, carry, inputs, scale, batch, jax.tree.map(lambda x: x[i], chunks))
+
+    return lax.fori_loop(0, jnp.sum(chunks.count > 0, dtype=jnp.int32), step, carry)
+
+
+@_walk.defjvp
+def _walk_jvp(norm_and_size: tuple[bool, int], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Carry, Carry]:
+    """The derivative: that of the same walk over all entries, used or not."""
+
+    def scan(carry: Carry, inputs: list[Array], scale: Array, batch: Batch, chunks: Chunks) -> Carry:
+        def step(carry: Carry, entry: Chunks) -> tuple[Carry, None]:
+            return _step(norm_and_size, carry, inputs, scale, batch, entry), None
+
+        return lax.scan(step, carry, chunks)[0]
+
+    return jax.jvp(scan, primals, tangents)
+
+
 def chunk(
     q: Array,
     k: Array,
@@ -120,48 +176,18 @@ def chunk(
     num_tokens, n = v.shape[0], batch.starts.shape[0]
     if 0 in (num_tokens, n, pool.shape[1]):
         return jnp.zeros_like(v), pool
-    size = tile_size(chunk_size)
-    inputs = (q, k, v, g, beta)
+    inputs, size = [q, k, v, g, beta], tile_size(chunk_size)
     single = batch.lengths == 1
     chunks = chunk_table(batch.starts, jnp.where(single, 0, batch.lengths), num_tokens, size)
-    padded = [jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))) for x in inputs]
-
-    @functools.partial(jax.checkpoint, prevent_cse=False)  # a backward pass keeps the states between chunks, no more
-    def tiles(m: Array, start: Array, count: Array, padded: list[Array]) -> tuple[Array, Array]:
-        def of(rows: int, m: Array) -> tuple[Array, Array]:
-            taken = (lax.dynamic_slice_in_dim(x, start, rows) for x in padded)
-            m, out = tile(m, *taken, count, scale=scale, use_qk_l2norm=use_qk_l2norm)
-            return m, jnp.pad(round_to(out, v.dtype), ((0, size - rows), (0, 0), (0, 0)))
-
-        def unused(m: Array) -> tuple[Array, Array]:
-            return m, vary_like(jnp.zeros((size, *v.shape[1:]), v.dtype), m)
-
-        sizes = sorted({SMALLEST_TILE, size})
-        branches = [unused, *(functools.partial(of, rows) for rows in sizes)]
-        return lax.switch(sum((count > rows).astype(jnp.int32) for rows in [0, *sizes[:-1]]), branches, m)
-
-    Carry = tuple[Array, Array, Array]
-
-    def step(carry: Carry, chunk: tuple[Array, ...]) -> tuple[Carry, None]:
-        pool, o, m = carry
-        sequence, start, count, first, last = chunk
-        read, write = batch.read[sequence], batch.write[sequence]
-        m = lax.cond(first, lambda: jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32), lambda: m)
-        m, out = tiles(m, start, count, padded)
-        pool = lax.cond(last, lambda: write_row(pool, batch.layer, write, round_to(m, pool.dtype)), lambda: pool)
-        o = lax.cond(count > 0, lambda: lax.dynamic_update_slice_in_dim(o, out, start, 0), lambda: o)
-        return (pool, o, m), None
-
-    # A tile writes zeros behind its count, over rows that the chunks after it fill.
-    like = (*inputs, *batch)
+    padded = [jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))) for x in inputs]  # room for the last tile
     o = jnp.zeros((num_tokens + size, *v.shape[1:]), v.dtype)
     carry = (pool, o, jnp.zeros(pool.shape[2:], f32))
-    (pool, o, _), _ = lax.scan(step, tuple(vary_like(x, pool, *like) for x in carry), tuple(chunks))
+    carry = tuple(vary_like(x, pool, scale, *inputs, *batch) for x in carry)
+    pool, o, _ = _walk((use_qk_l2norm, size), carry, padded, scale, batch, chunks)
 
-    at = jnp.where(single, batch.starts, num_tokens)
-    one = Batch(
-        batch.starts, batch.lengths, *(jnp.where(single, x, -1) for x in (batch.read, batch.write)), batch.offset, batch.layer
-    )
-    taken = (x.at[at].get(mode="fill", fill_value=0) for x in inputs)
-    out, pool = recurrent(*taken, pool, one, scale=scale, use_qk_l2norm=use_qk_l2norm)
-    return o[:num_tokens].at[at].set(out, mode="drop"), pool
+    token = jnp.where(single, batch.starts, num_tokens)
+    read, write = (jnp.where(single, x, -1) for x in (batch.read, batch.write))
+    taken = (x.at[token].get(mode="fill", fill_value=0) for x in inputs)
+    alone = batch._replace(read=read, write=write)
+    out, pool = recurrent(*taken, pool, alone, scale=scale, use_qk_l2norm=use_qk_l2norm)
+    return o[:num_tokens].at[token].set(out, mode="drop"), pool

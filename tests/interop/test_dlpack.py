@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interop import InPlace, to_jax, to_torch
+from interop import InPlace, dlpack, to_jax, to_torch
 from interop.dlpack import DTYPES, TORCH_DTYPES, jax_device, layout_of
 
 ROOT = Path(__file__).parents[2]
@@ -456,6 +456,23 @@ def test_to_jax_takes_tensors_only(value: object) -> None:
         to_jax(value)
 
 
+def test_the_shortcut_agrees_with_the_table() -> None:
+    every = [*COMPACT.values(), *(case[0] for case in (*COPIED.values(), *REFUSED.values()))]
+    every += [
+        lambda: misaligned(64),
+        lambda: torch.ones(3, requires_grad=True),
+        lambda: torch.zeros(3, dtype=torch.int64),
+    ]
+    ordinary = 0
+    for make in every:
+        tensor = make()
+        at = dlpack._layout(tensor)
+        if dlpack._is_ordinary(tensor, at):
+            ordinary += 1
+            assert not any(row.holds(tensor, at) for row in dlpack.TABLE)
+    assert 4 < ordinary < len(every) // 2
+
+
 # ------------------------------------------------------------------------------------------------------------- to_torch
 
 
@@ -474,7 +491,7 @@ def test_memory_outlives_its_maker() -> None:
     tensor = to_torch(jnp.arange(1000.0) + 1)
     array = to_jax(torch.arange(1000.0) + 1)
     for _ in range(10):  # overwrite what would have been freed
-        torch.zeros(1000), jnp.zeros(1000).block_until_ready()
+        _ = torch.zeros(1000), jnp.zeros(1000).block_until_ready()
     assert torch.equal(tensor, torch.arange(1000.0) + 1) and np.array_equal(array, np.arange(1000.0) + 1)
 
 
@@ -594,10 +611,13 @@ def test_failing_exports_leave_memory_flat() -> None:
             lambda: to_torch(array),
             lambda: step([cache, cache[8:]]),
         ):
-            with pytest.raises(ValueError):
+            try:
                 call()
+            except ValueError:
+                continue
+            raise AssertionError("was not refused")
 
-    for _ in range(500):
+    for _ in range(200):
         fail()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(2500):

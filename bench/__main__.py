@@ -1,0 +1,38 @@
+"""`python -m bench --suite cpu`: runs a suite, prints its tables, and with `--out DIR` writes them as Markdown and CSV."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from bench import cpu, report
+
+SUITES: dict[str, Callable[[int], list[report.Table]]] = {"cpu": cpu.suite}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `run` to a parser."""
+    parser.add_argument("--suite", choices=sorted(SUITES), default="cpu", help="what to time (default: cpu)")
+    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="runs of each call; their median counts (default: 7)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write SUITE.md and a CSV file a table there")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the suite; returns the exit code."""
+    header = report.machine(f"python -m bench --suite {options.suite} --repeat {options.repeat}")
+    print(header)
+    tables = SUITES[options.suite](options.repeat)
+    for table in tables:
+        print("\n" + report.markdown(table))
+    if options.out:
+        report.write(options.out, options.suite, header, tables)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,70 @@
+"""The command `gdn-jax`: info, demo, parity, bench. Argument parsing only."""
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+
+import gdn_jax
+from gdn_jax.dispatch import OPERATORS
+
+# The sub-commands that live above gdn_jax: their module, the extra that brings what it needs, and what they do.
+ELSEWHERE = {
+    "demo": ("interop.demo", "hf", "serve texts with a Qwen3-Next model and compare with plain Hugging Face generation"),
+    "parity": ("interop.parity", "hf", "print the errors of every operator against float64, Hugging Face and the golden cases"),
+    "bench": ("bench.__main__", "bench", "time the operators beside their peers"),
+}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def info() -> int:
+    """Prints versions, devices, and which implementation each operator would use and why."""
+    print(f"python {platform.python_version()}, gdn_jax {gdn_jax.__version__}")
+    print(", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "numpy", "torch", "transformers")))
+    print("devices: " + ", ".join(f"{device} ({device.device_kind})" for device in jax.devices()))
+    width = max(map(len, OPERATORS))
+    for operator in OPERATORS:
+        print(f"{operator:{width}}  {gdn_jax.explain(operator)}")
+    return 0
+
+
+def _elsewhere(command: str) -> Callable[[Sequence[str]], int]:
+    """Runs a sub-command of another package; a package that is missing is an error that names the extra to install."""
+    module, extra, purpose = ELSEWHERE[command]
+
+    def run(arguments: Sequence[str]) -> int:
+        try:
+            found = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            print(f"gdn-jax {command} needs {error.name}: pip install 'gdn_jax[{extra}]'", file=sys.stderr)
+            return 2
+        parser = argparse.ArgumentParser(prog=f"gdn-jax {command}", description=purpose)
+        found.add_arguments(parser)
+        return found.run(parser.parse_args(arguments))
+
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="gdn-jax", description="Gated DeltaNet for JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", help="versions, devices, and which implementation runs here")
+    for command, (_, _, purpose) in ELSEWHERE.items():
+        commands.add_parser(command, help=purpose, add_help=False)
+    given, rest = parser.parse_known_args(arguments)
+    if given.command == "info":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return info()
+    return _elsewhere(given.command)(rest)
