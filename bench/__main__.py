@@ -1,4 +1,4 @@
-"""`python -m bench --suite cpu`: runs a suite, prints its tables, and with `--out DIR` writes them as Markdown and CSV."""
+"""`python -m bench --suite cpu`: runs a suite, prints its tables; `--out DIR` writes them as Markdown and CSV."""
 
 import argparse
 from collections.abc import Callable
@@ -12,7 +12,9 @@ SUITES: dict[str, Callable[[int], list[report.Table]]] = {"cpu": cpu.suite}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `run` to a parser."""
     parser.add_argument("--suite", choices=sorted(SUITES), default="cpu", help="what to time (default: cpu)")
-    parser.add_argument("--repeat", type=int, default=7, metavar="N", help="runs of each call; their median counts (default: 7)")
+    parser.add_argument(
+        "--repeat", type=int, default=7, metavar="N", help="runs of each call; their median counts (default: 7)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write SUITE.md and a CSV file a table there")
 
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as hf
 def huggingface_rule(
     inputs: Sequence[Any], lengths: Sequence[int], state: np.ndarray, *, decode: bool
 ) -> Callable[[], torch.Tensor]:
-    """A call of Hugging Face's chunked (or recurrent) rule on packed q, k, v, g, beta `[T, …]`: it wants the sequences padded.
+    """A call of Hugging Face's chunked (or recurrent) rule on packed q, k, v, g, beta `[T, …]`: it wants them padded.
 
     What happens once a model and not once a call (padding, key heads repeated) is left out of the call.
     """

@@ -3,7 +3,7 @@
 Every message has the form "function: `argument` is or has X, expected Y."
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ FLOATS = ("float32", "bfloat16", "float16")
 Dims = dict[str, int | None]
 
 
-def describe(shape: Iterable[int]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ("," if len(tuple(shape)) == 1 else "") + ")"
+def describe(shape: Sequence[int | str]) -> str:
+    """A shape as Python writes a tuple."""
+    return "(" + ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "") + ")"
 
 
 def check_array(function: str, name: str, x: Any, dtypes: str = "floats") -> None:
@@ -40,7 +41,9 @@ def check_array(function: str, name: str, x: Any, dtypes: str = "floats") -> Non
 
 def check_shape(function: str, name: str, x: ArrayLike, **dims: int | None) -> tuple[int, ...]:
     """The shape of `x`, refused where it is not that of `dims` (None: any size)."""
-    fits = len(x.shape) == len(dims) and all(want in (None, got) for want, got in zip(dims.values(), x.shape, strict=True))
+    fits = len(x.shape) == len(dims) and all(
+        want in (None, got) for want, got in zip(dims.values(), x.shape, strict=True)
+    )
     if not fits:
         wanted = [dim if size is None else f"{dim}={size}" for dim, size in dims.items()]
         raise ValueError(f"{function}: `{name}` has shape {describe(x.shape)}, expected {describe(wanted)}.")
@@ -58,7 +61,9 @@ def same_dtype(function: str, **arrays: ArrayLike) -> None:
     (first, x), *others = arrays.items()
     for name, other in others:
         if other.dtype != x.dtype:
-            raise TypeError(f"{function}: `{name}` has dtype {other.dtype}, expected {x.dtype}, the dtype of `{first}`.")
+            raise TypeError(
+                f"{function}: `{name}` has dtype {other.dtype}, expected {x.dtype}, the dtype of `{first}`."
+            )
 
 
 def index(function: str, name: str, x: Any, **dims: int | None) -> Array | None:
@@ -97,7 +102,9 @@ def layer_index(function: str, layer: Any, num_layers: int) -> Array | None:
     if layer is None:
         return None
     if isinstance(layer, bool | np.bool_) or not isinstance(layer, int | np.integer | np.ndarray | Array):
-        raise TypeError(f"{function}: `layer` is {layer!r} of type {type(layer).__name__}, expected an int or an int32 scalar.")
+        raise TypeError(
+            f"{function}: `layer` is {layer!r} of type {type(layer).__name__}, expected an int or an int32 scalar."
+        )
     if isinstance(layer, np.ndarray | Array):
         check_array(function, "layer", layer, "integers")
         check_shape(function, "layer", layer)
@@ -119,7 +126,9 @@ def pool(function: str, name: str, x: Any, layer: Any, **dims: int | None) -> Ar
 def own_rows(function: str, state_indices: Any, n: int, num_slots: int, pool: str) -> None:
     """`state_indices=None` gives sequence n row n: refuses more sequences than rows."""
     if state_indices is None and n > num_slots:
-        raise ValueError(f"{function}: `state_indices` is None with {n} sequences, expected at most num_slots={num_slots} of `{pool}`.")
+        raise ValueError(
+            f"{function}: `state_indices` is None with {n} sequences, expected at most num_slots={num_slots} of `{pool}`."
+        )
 
 
 def refuse(function: str, why: str, **arguments: Any) -> None:
@@ -167,7 +176,13 @@ def state(function: str, state: GDNState, config: GDNConfig, stacked: bool) -> N
     """Checks both pools against `config` and each other."""
     stack: Dims = {"num_layers": None} if stacked else {}
     conv = floats(
-        function, "state.conv", state.conv, **stack, num_slots=None, conv_dim=config.conv_dim, conv_state_len=config.conv_state_len
+        function,
+        "state.conv",
+        state.conv,
+        **stack,
+        num_slots=None,
+        conv_dim=config.conv_dim,
+        conv_state_len=config.conv_state_len,
     )
     if stacked:
         stack = {"num_layers": conv[0]}
@@ -261,7 +276,9 @@ def check_batch(
     else:
         each = longest if verify else 1
         if num_tokens != n * each:
-            raise fail("num_tokens", None, num_tokens, f"{n * each}, {each} for each of {n} sequences without query_start_loc")
+            raise fail(
+                "num_tokens", None, num_tokens, f"{n * each}, {each} for each of {n} sequences without query_start_loc"
+            )
         bounds = [i * each for i in range(n + 1)]
     lengths = np.diff(bounds)
 
@@ -278,13 +295,20 @@ def check_batch(
             raise fail("state_indices", i, slots[i], f"a slot of its own; sequence {writers[slots[i]]} has it too")
         writers[slots[i]] = i
         if verify and lengths[i] > longest:
-            raise fail("query_start_loc", i + 1, bounds[i + 1], f"at most {bounds[i] + longest}, mtp_step + 1 tokens a sequence")
+            raise fail(
+                "query_start_loc",
+                i + 1,
+                bounds[i + 1],
+                f"at most {bounds[i] + longest}, mtp_step + 1 tokens a sequence",
+            )
         if counts is not None and has[i] and not 1 <= counts[i] <= longest:
             raise fail("num_accepted_tokens", i, counts[i], f"1 to mtp_step + 1 = {longest}")
     for i in live:
         other = writers.get(sources[i], i) if has[i] else i
         if other != i:
-            raise fail("initial_state_indices", i, sources[i], f"a slot that no other sequence writes; sequence {other} does")
+            raise fail(
+                "initial_state_indices", i, sources[i], f"a slot that no other sequence writes; sequence {other} does"
+            )
 
 
 def _distinct(function: str, name: str, slots: Array, used: Array, num_slots: int) -> Array:
@@ -317,7 +341,9 @@ def debug_check(
     if query_start_loc is not None:
         lengths = jnp.diff(query_start_loc)
         fits = (query_start_loc[0] == 0) & jnp.all(lengths >= 0) & (query_start_loc[-1] <= num_tokens)
-        message = function + ": `query_start_loc` is {x}, expected starts from 0 that never decrease, at most num_tokens={t}."
+        message = (
+            function + ": `query_start_loc` is {x}, expected starts from 0 that never decrease, at most num_tokens={t}."
+        )
         checkify.debug_check(fits, message, x=query_start_loc, t=jnp.int32(num_tokens))
     else:
         lengths = jnp.full(n, max_length or 1, jnp.int32)

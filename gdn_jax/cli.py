@@ -14,8 +14,16 @@ from gdn_jax.dispatch import OPERATORS
 
 # The sub-commands that live above gdn_jax: their module, the extra that brings what it needs, and what they do.
 ELSEWHERE = {
-    "demo": ("interop.demo", "hf", "serve texts with a Qwen3-Next model and compare with plain Hugging Face generation"),
-    "parity": ("interop.parity", "hf", "print the errors of every operator against float64, Hugging Face and the golden cases"),
+    "demo": (
+        "interop.demo",
+        "hf",
+        "serve texts with a Qwen3-Next model and compare with plain Hugging Face generation",
+    ),
+    "parity": (
+        "interop.parity",
+        "hf",
+        "print the errors of every operator against float64, Hugging Face and the golden cases",
+    ),
     "bench": ("bench.__main__", "bench", "time the operators beside their peers"),
 }
 

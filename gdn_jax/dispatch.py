@@ -38,7 +38,7 @@ class Explanation(NamedTuple):
 
 
 def chip() -> str | None:
-    """The device kind of the CUDA chip to compile for: of the abstract mesh if one is set, else of the default device, else None."""
+    """The CUDA chip to compile for: that of the abstract mesh if one is set, else the default device, else None."""
     device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
     kind = getattr(device, "device_kind", "")
     return kind if "NVIDIA" in kind.upper() else None

@@ -1,7 +1,5 @@
 """Hugging Face weights in our order: q | k | v | z | b | a of one tensor-parallel rank."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -25,9 +23,7 @@ def _of_rank(size: int, config: GDNConfig, rank: int) -> slice:
     return slice(rank * each, (rank + 1) * each)
 
 
-def pack_hf_projections(
-    in_proj_qkvz: ArrayLike, in_proj_ba: ArrayLike, config: GDNConfig, rank: int = 0
-) -> Array:
+def pack_hf_projections(in_proj_qkvz: ArrayLike, in_proj_ba: ArrayLike, config: GDNConfig, rank: int = 0) -> Array:
     """Qwen3-Next's two projections as one matrix, so that `mixed_qkvzba = hidden_states @ packed.T`.
 
     Its rows are grouped by key head: q, k, the v and then the z of its value heads; and b, then a.
@@ -101,7 +97,9 @@ def pack_hf_projections_split(
     checks.floats(this, "b", b, num_v_heads=c.num_v_heads, hidden=hidden)
     checks.floats(this, "a", a, num_v_heads=c.num_v_heads, hidden=hidden)
     checks.same_dtype(this, qkv=qkv, z=z, b=b, a=a)
-    return jnp.concatenate([_conv_rows(qkv, c, rank), *(jnp.asarray(x)[_of_rank(x.shape[0], c, rank)] for x in (z, b, a))])
+    return jnp.concatenate(
+        [_conv_rows(qkv, c, rank), *(jnp.asarray(x)[_of_rank(x.shape[0], c, rank)] for x in (z, b, a))]
+    )
 
 
 def _conv_rows(x: ArrayLike, config: GDNConfig, rank: int) -> Array:

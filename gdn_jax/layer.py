@@ -191,7 +191,13 @@ def copy_slots(state: GDNState, src: ArrayLike, dst: ArrayLike, config: GDNConfi
 
 
 def _output(
-    o: Array, z: Array, valid: Array, state: GDNState, norm_weight: Array | None, norm_eps: Array, implementation: str | None
+    o: Array,
+    z: Array,
+    valid: Array,
+    state: GDNState,
+    norm_weight: Array | None,
+    norm_eps: Array,
+    implementation: str | None,
 ) -> GDNOutput:
     if norm_weight is not None:
         shown = jnp.where(valid[:, None, None], z, 0)
@@ -248,7 +254,9 @@ def _packed(
         rows = jnp.arange(longest, dtype=jnp.int32) + batch.write[:, None] * longest
         rows = jnp.where(batch.write[:, None] < 0, -1, rows)
         accepted = batch.offset + 1
-        rule = functools.partial(mtp_gated_delta_rule, read_indices=rows, write_indices=rows, num_accepted_tokens=accepted)
+        rule = functools.partial(
+            mtp_gated_delta_rule, read_indices=rows, write_indices=rows, num_accepted_tokens=accepted
+        )
     else:
         slots, source = (jnp.where(x < 0, -1, x * longest) for x in (batch.write, batch.read))
         source = jnp.where(source < 0, -1, source + batch.offset)
@@ -300,7 +308,7 @@ def gdn_prefill(
     initial_state_indices: ArrayLike | None = None,
     num_accepted_tokens: ArrayLike | None = None,
     norm_weight: ArrayLike | None = None,
-    norm_eps: float = 1e-6,
+    norm_eps: float | ArrayLike = 1e-6,
     layer: int | ArrayLike | None = None,
     implementation: str | None = None,
 ) -> GDNOutput:
@@ -373,7 +381,7 @@ def gdn_decode(
     state_indices: ArrayLike | None,
     has_initial_state: ArrayLike | None = None,
     norm_weight: ArrayLike | None = None,
-    norm_eps: float = 1e-6,
+    norm_eps: float | ArrayLike = 1e-6,
     layer: int | ArrayLike | None = None,
     implementation: str | None = None,
 ) -> GDNOutput:
@@ -436,7 +444,7 @@ def gdn_mtp_decode(
     num_accepted_tokens: ArrayLike,
     query_start_loc: ArrayLike | None = None,
     norm_weight: ArrayLike | None = None,
-    norm_eps: float = 1e-6,
+    norm_eps: float | ArrayLike = 1e-6,
     layer: int | ArrayLike | None = None,
     implementation: str | None = None,
 ) -> GDNOutput:

@@ -144,14 +144,14 @@ class Chunks(NamedTuple):
     Attributes:
         sequence: int32, the sequence it belongs to.
         start: int32, its first token; `num_tokens` for the unused entries at the end.
-        count: int32, its tokens; 0 for the unused entries.
+        tokens: int32, how many; 0 for the unused entries.
         first: bool, whether it is the first of its sequence.
         last: bool, whether it is the last.
     """
 
     sequence: Array
     start: Array
-    count: Array
+    tokens: Array
     first: Array
     last: Array
 
@@ -172,7 +172,7 @@ def chunk_table(starts: Array, lengths: Array, num_tokens: int, chunk_size: int)
     return Chunks(
         sequence=sequence,
         start=jnp.where(used, starts[sequence] + nth * chunk_size, num_tokens),
-        count=jnp.where(used, jnp.minimum(left, chunk_size), 0),
+        tokens=jnp.where(used, jnp.minimum(left, chunk_size), 0),
         first=used & (nth == 0),
         last=used & (left <= chunk_size),
     )

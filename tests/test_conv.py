@@ -420,7 +420,7 @@ def test_conv_13_whole_and_in_pieces() -> None:
         x = np.full((T, D), np.nan, np.float32)
         x[:length] = call["x"][done : done + length]
         y, pool = causal_conv1d(**{**call, "x": x, "conv_state": pool, "query_start_loc": packed(length)})
-        same(np.asarray(y)[:length], np.asarray(whole)[done : done + length])
+        close(np.asarray(y)[:length], np.asarray(whole)[done : done + length], 2e-6)
         done += length
     same(np.asarray(pool)[2, :, : W - 1], call["x"][-3:].T)
     same(np.asarray(pool)[2, :, W - 1 :], call["conv_state"][2, :, W - 1 :])

@@ -1,6 +1,7 @@
 """chunk_gated_delta_rule."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def _run(
     scale: Array,
     use_qk_l2norm: bool,
     chunk_size: int,
-    **indices: Array | None,
+    **indices: Any,
 ) -> tuple[Array, Array]:
     pool, at = stacked(ssm_state, layer)
     num_tokens, (num_layers, num_slots) = v.shape[0], pool.shape[:2]
@@ -128,5 +129,5 @@ def chunk_gated_delta_rule(
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)] + [x.reshape(-1, num_v_heads) for x in (g, beta)]
     size = checks.size(this, "chunk_size", chunk_size, 1)
-    o, ssm_state = _run(*flat, ssm_state, at, starts, scale=scale, use_qk_l2norm=norm, chunk_size=size, **indices)
-    return o.reshape(v.shape), ssm_state
+    o, pool = _run(*flat, ssm_state, at, starts, scale=scale, use_qk_l2norm=norm, chunk_size=size, **indices)
+    return o.reshape(v.shape), pool

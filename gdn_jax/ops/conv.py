@@ -25,15 +25,19 @@ def _run(
     this: str,
     activation: str | None,
     verify: bool = False,
-    **indices: Array | None,
+    **indices: Any,
 ) -> tuple[Array, Array]:
     pool, at = (None, jnp.int32(0)) if conv_state is None else stacked(conv_state, layer)
     num_layers, num_slots = (1, query_start_loc.shape[0] - 1) if pool is None else pool.shape[:2]
     longest = 1 if pool is None else pool.shape[3] - weight.shape[1] + 2
     limits: dict[str, Any] = dict(max_accepted=longest, max_length=longest if verify else None)
-    checks.debug_check(this, num_slots=num_slots, num_tokens=x.shape[0], query_start_loc=query_start_loc, **indices, **limits)
+    checks.debug_check(
+        this, num_slots=num_slots, num_tokens=x.shape[0], query_start_loc=query_start_loc, **indices, **limits
+    )
     starts, lengths = sequences(query_start_loc, x.shape[0])
-    batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices, **limits)
+    batch = resolve(
+        starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices, **limits
+    )
     y, pool = xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
     return y, pool if conv_state is None or layer is not None else pool[0]
 
@@ -49,7 +53,9 @@ def _weights(this: str, x: ArrayLike, weight: Any, bias: Any, activation: Any) -
     return width
 
 
-def _pool(this: str, conv_state: Any, layer: Any, channels: int, width: int, state_indices: Any, n: int) -> Array | None:
+def _pool(
+    this: str, conv_state: Any, layer: Any, channels: int, width: int, state_indices: Any, n: int
+) -> Array | None:
     """Checks the pool; returns the checked layer."""
     at = checks.pool(this, "conv_state", conv_state, layer, num_slots=None, conv_dim=channels, conv_state_len=None)
     num_slots, _, columns = conv_state.shape[-3:]
@@ -140,8 +146,8 @@ def causal_conv1d(
     )
     choose(this, implementation)
     flat = x.reshape(-1, channels)
-    y, conv_state = _run(flat, weight, bias, conv_state, at, starts, this=this, activation=activation, **indices)
-    return y.reshape(x.shape), conv_state
+    y, pool = _run(flat, weight, bias, conv_state, at, starts, this=this, activation=activation, **indices)
+    return y.reshape(x.shape), pool
 
 
 def causal_conv1d_update(

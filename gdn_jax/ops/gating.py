@@ -1,7 +1,5 @@
 """gdn_gating."""
 
-import functools
-
 import jax
 from jax import Array
 
@@ -51,7 +49,9 @@ def gdn_gating(
     checks.check_array(this, "a", a)
     checks.check_array(this, "b", b)
     if a.ndim < 1 or a.shape[-1] != num_v_heads:
-        raise ValueError(f"{this}: `a` has shape {checks.describe(a.shape)}, expected (..., num_v_heads={num_v_heads}).")
+        raise ValueError(
+            f"{this}: `a` has shape {checks.describe(a.shape)}, expected (..., num_v_heads={num_v_heads})."
+        )
     if b.shape != a.shape:
         raise ValueError(
             f"{this}: `b` has shape {checks.describe(b.shape)}, expected {checks.describe(a.shape)}, the shape of `a`."

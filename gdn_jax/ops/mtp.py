@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from gdn_jax import checks, xla

@@ -11,7 +11,7 @@ _run = jax.jit(xla.norm.rms_norm)
 
 
 def gated_rms_norm(
-    o: ArrayLike, z: ArrayLike, weight: ArrayLike, *, eps: float = 1e-6, implementation: str | None = None
+    o: ArrayLike, z: ArrayLike, weight: ArrayLike, *, eps: float | ArrayLike = 1e-6, implementation: str | None = None
 ) -> Array:
     """RMS norm over the last axis, times `weight`, times `silu(z)`: the gate at the end of a gated-delta-net layer.
 

@@ -21,7 +21,9 @@ def rule_inputs(this: str, q: Any, k: Any, v: Any, g: Any, beta: Any, **lead: in
     *_, num_v_heads, v_dim = checks.floats(this, "v", v, **lead, num_v_heads=None, head_v_dim=None)
     checks.same_dtype(this, q=q, k=k, v=v)
     if num_k_heads == 0 or num_v_heads % num_k_heads:
-        raise ValueError(f"{this}: `v` has num_v_heads={num_v_heads}, expected a multiple of num_k_heads={num_k_heads} of `q`.")
+        raise ValueError(
+            f"{this}: `v` has num_v_heads={num_v_heads}, expected a multiple of num_k_heads={num_k_heads} of `q`."
+        )
     checks.floats(this, "g", g, **lead, num_v_heads=num_v_heads)
     checks.floats(this, "beta", beta, **lead, num_v_heads=num_v_heads)
     for name, size in dict(head_k_dim=k_dim, head_v_dim=v_dim, num_v_heads=num_v_heads).items():
@@ -47,7 +49,7 @@ def _run(
     *,
     scale: Array,
     use_qk_l2norm: bool,
-    **indices: Array | None,
+    **indices: Any,
 ) -> tuple[Array, Array]:
     pool, at = stacked(ssm_state, layer)
     n, (num_layers, num_slots) = v.shape[0], pool.shape[:2]

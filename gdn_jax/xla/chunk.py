@@ -115,19 +115,19 @@ def _step(
     @functools.partial(jax.checkpoint, prevent_cse=False)  # a backward pass keeps the states between chunks, no more
     def compute(m: Array, inputs: list[Array], scale: Array) -> tuple[Array, Array]:
         def of(rows: int, m: Array) -> tuple[Array, Array]:
-            taken = (lax.dynamic_slice_in_dim(x, entry.start, rows) for x in inputs)
-            m, out = tile(m, *taken, entry.count, scale=scale, use_qk_l2norm=use_qk_l2norm)
+            q, k, v, g, beta = (lax.dynamic_slice_in_dim(x, entry.start, rows) for x in inputs)
+            m, out = tile(m, q, k, v, g, beta, entry.tokens, scale=scale, use_qk_l2norm=use_qk_l2norm)
             return m, jnp.pad(round_to(out, o.dtype), ((0, size - rows), (0, 0), (0, 0)))
 
         if size == SMALLEST_TILE:
             return of(size, m)
         small, large = (functools.partial(of, rows) for rows in (SMALLEST_TILE, size))
-        return lax.cond(entry.count > SMALLEST_TILE, large, small, m)
+        return lax.cond(entry.tokens > SMALLEST_TILE, large, small, m)
 
-    m = lax.cond(entry.first, lambda: jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32), lambda: m)
+    m = lax.cond(entry.first, lambda: read_row(pool, batch.layer, read, zero=read < 0).astype(f32), lambda: m)
     m, out = compute(m, inputs, scale)
     pool = lax.cond(entry.last, lambda: write_row(pool, batch.layer, write, round_to(m, pool.dtype)), lambda: pool)
-    # The zeros behind `count` fall on rows that the chunks after this one fill.
+    # The zeros behind its tokens fall on rows that the chunks after this one fill.
     return pool, lax.dynamic_update_slice_in_dim(o, out, entry.start, 0), m
 
 
@@ -138,13 +138,15 @@ def _walk(
     """All used entries of the chunk table, in order. As many steps as there are chunks, which no derivative can follow."""
 
     def step(i: Array, carry: Carry) -> Carry:
-        return _step(norm_and_size, carry, inputs, scale, batch, jax.tree.map(lambda x: x[i], chunks))
+        return _step(norm_and_size, carry, inputs, scale, batch, Chunks(*(x[i] for x in chunks)))
 
-    return lax.fori_loop(0, jnp.sum(chunks.count > 0, dtype=jnp.int32), step, carry)
+    return lax.fori_loop(0, jnp.sum(chunks.tokens > 0, dtype=jnp.int32), step, carry)
 
 
 @_walk.defjvp
-def _walk_jvp(norm_and_size: tuple[bool, int], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Carry, Carry]:
+def _walk_jvp(
+    norm_and_size: tuple[bool, int], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Carry, Carry]:
     """The derivative: that of the same walk over all entries, used or not."""
 
     def scan(carry: Carry, inputs: list[Array], scale: Array, batch: Batch, chunks: Chunks) -> Carry:
@@ -181,13 +183,14 @@ def chunk(
     chunks = chunk_table(batch.starts, jnp.where(single, 0, batch.lengths), num_tokens, size)
     padded = [jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))) for x in inputs]  # room for the last tile
     o = jnp.zeros((num_tokens + size, *v.shape[1:]), v.dtype)
-    carry = (pool, o, jnp.zeros(pool.shape[2:], f32))
-    carry = tuple(vary_like(x, pool, scale, *inputs, *batch) for x in carry)
-    pool, o, _ = _walk((use_qk_l2norm, size), carry, padded, scale, batch, chunks)
+    m = jnp.zeros(pool.shape[2:], f32)
+    pool, o, m = (vary_like(x, pool, scale, *inputs, *batch) for x in (pool, o, m))
+    walked: Any = _walk((use_qk_l2norm, size), (pool, o, m), padded, scale, batch, chunks)
+    pool, o, _ = walked
 
     token = jnp.where(single, batch.starts, num_tokens)
     read, write = (jnp.where(single, x, -1) for x in (batch.read, batch.write))
-    taken = (x.at[token].get(mode="fill", fill_value=0) for x in inputs)
+    q, k, v, g, beta = (x.at[token].get(mode="fill", fill_value=0) for x in inputs)
     alone = batch._replace(read=read, write=write)
-    out, pool = recurrent(*taken, pool, alone, scale=scale, use_qk_l2norm=use_qk_l2norm)
+    out, pool = recurrent(q, k, v, g, beta, pool, alone, scale=scale, use_qk_l2norm=use_qk_l2norm)
     return o[:num_tokens].at[token].set(out, mode="drop"), pool

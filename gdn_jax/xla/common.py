@@ -52,10 +52,10 @@ def rule_step(m: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> 
     return decay[..., None] * m + k[:, :, None] * u[:, None, :], o
 
 
-def read_row(pool: Array, layer: Array, slot: Array) -> Array:
-    """Row `slot` (clamped into the pool) of `layer`. The barrier keeps it one read, however many use it."""
+def read_row(pool: Array, layer: Array, slot: Array, zero: Array | bool = False) -> Array:
+    """Row `slot` (clamped into the pool) of `layer`, or zeros. The barrier keeps it one pass, however many use the row."""
     row = lax.dynamic_slice(pool, (layer, slot, *[0] * (pool.ndim - 2)), (1, 1, *pool.shape[2:]))
-    return lax.optimization_barrier(row[0, 0])
+    return lax.optimization_barrier(jnp.where(zero, 0, row[0, 0]))
 
 
 def write_row(pool: Array, layer: Array, slot: Array, row: Array) -> Array:

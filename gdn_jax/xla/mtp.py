@@ -35,7 +35,7 @@ def mtp(
     def sequence(carry: tuple[Array, Array], xs: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:
         start, length, read, targets = xs
         pool, o = carry
-        m = jnp.where(read < 0, 0, read_row(pool, batch.layer, read)).astype(f32)
+        m = read_row(pool, batch.layer, read, zero=read < 0).astype(f32)
 
         def token(carry: tuple[Array, Array, Array], t: Array) -> tuple[tuple[Array, Array, Array], None]:
             pool, o, m = carry
@@ -46,7 +46,11 @@ def mtp(
             old = read_row(pool, batch.layer, targets[t])
             row = jnp.where(valid & (targets[t] >= 0), round_to(m, pool.dtype), old)
             out = jnp.where(valid, out, lax.dynamic_index_in_dim(o, at, keepdims=False))
-            return (write_row(pool, batch.layer, targets[t], row), lax.dynamic_update_index_in_dim(o, out, at, 0), m), None
+            return (
+                write_row(pool, batch.layer, targets[t], row),
+                lax.dynamic_update_index_in_dim(o, out, at, 0),
+                m,
+            ), None
 
         steps = jnp.arange(longest, dtype=jnp.int32)
         (pool, o, _), _ = lax.scan(token, (pool, o, vary_like(m, pool, o)), steps)

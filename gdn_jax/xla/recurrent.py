@@ -40,10 +40,10 @@ def recurrent(
     def step(pool: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
         read, write, *token = xs
         pad = write < 0  # row 0 is then read and written back as it is
-        row = read_row(pool, batch.layer, jnp.where(pad | (read < 0), write, read))
-        start = jnp.where(read < 0, 0, row).astype(f32)
-        m, o = rule_step(start, *(jnp.where(pad, 0, x) for x in token))
-        return write_row(pool, batch.layer, write, jnp.where(pad, row, round_to(m, pool.dtype))), jnp.where(pad, 0, o)
+        row = read_row(pool, batch.layer, jnp.where(read < 0, write, read), zero=(read < 0) & ~pad)
+        m, o = rule_step(row.astype(f32), *(jnp.where(pad, 0, x) for x in token))
+        row = jnp.where(pad, row, round_to(m, pool.dtype))
+        return write_row(pool, batch.layer, write, row), jnp.where(pad, 0, o)
 
     xs = (batch.read, batch.write, *tokens(q, k, v, g, beta, scale, use_qk_l2norm))
     pool, o = lax.scan(step, vary_like(pool, *xs), xs)

@@ -1,0 +1,58 @@
+"""Gradients through long packed documents: the stateless form of the chunked rule, without a pool.
+
+Checks one directional derivative against the float64 reference, then that the memory of a gradient grows with T and not
+with its square, then takes a few steps of gradient descent.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gdn_jax import chunk_gated_delta_rule, reference
+
+H, HV, K, V = 1, 2, 16, 16
+
+
+def batch(tokens: int) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = dict(q=(H, K), k=(H, K), v=(HV, V), g=(HV,), beta=(HV,))
+    x = {name: rng.standard_normal((tokens, *shape)) for name, shape in shapes.items()}
+    x |= dict(g=-np.exp(x["g"] - 2), beta=1 / (1 + np.exp(-x["beta"])))
+    starts = jnp.array([0, tokens // 3, tokens // 3, tokens], jnp.int32)  # three documents, one of them empty
+    return {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}, starts, jnp.asarray(rng.standard_normal((V, V)))
+
+
+def loss(v: jax.Array, x: dict[str, jax.Array], starts: jax.Array, target: jax.Array) -> jax.Array:
+    o, _ = chunk_gated_delta_rule(**(x | dict(v=v)), query_start_loc=starts)
+    return jnp.mean((o - target[0].astype(o.dtype)) ** 2)
+
+
+gradient = jax.jit(jax.value_and_grad(loss))
+x, starts, target = batch(300)
+direction = np.random.default_rng(1).standard_normal(x["v"].shape)
+
+
+def exact(scale: float) -> float:
+    """The loss in float64, token by token, at `v + scale * direction`."""
+    arrays = {name: np.asarray(a, np.float64) for name, a in x.items()}
+    arrays["v"] = arrays["v"] + scale * direction
+    o, _ = reference.chunk_gated_delta_rule(**arrays, query_start_loc=np.asarray(starts), dtype=np.float64)
+    return float(np.mean((o - np.asarray(target[0], np.float64)) ** 2))
+
+
+got = float(jnp.vdot(gradient(x["v"], x, starts, target)[1], direction))
+want = (exact(1e-4) - exact(-1e-4)) / 2e-4
+error = abs(got - want) / abs(want)
+print(f"directional derivative: {got:.6f}, float64 {want:.6f}, relative difference {error:.1e}")
+
+memory = [gradient.lower(a["v"], a, s, t).compile().memory_analysis() for a, s, t in map(batch, (2048, 4096))]
+growth = memory[1].temp_size_in_bytes / memory[0].temp_size_in_bytes
+print(f"temporary memory of a gradient, 4,096 against 2,048 tokens: {growth:.1f}x")
+
+losses, v = [], x["v"]
+for _ in range(5):
+    value, slope = gradient(v, x, starts, target)
+    losses.append(float(value))
+    v = v - 300.0 * slope
+print("loss: " + ", ".join(f"{value:.4f}" for value in losses))
+raise SystemExit(not (error < 1e-4 and growth < 2.5 and losses[-1] < losses[0]))
