@@ -1,6 +1,6 @@
 """Continuous batching in JAX alone: five requests on two slots, packed prefill pieces beside decode steps.
 
-The requests' projections are random; every request's outputs are then compared with one prefill of all its tokens alone.
+Every request's outputs are then compared with one prefill of all its tokens (random projections) alone.
 """
 
 import functools
@@ -30,22 +30,28 @@ def step(state, mixed, starts, slots, fresh):
 def call(state, pieces):
     """One step over at most SLOTS pieces `(slot, first, tokens)`: pads them, checks the batch, runs it."""
     pieces = [*pieces, *[(PAD_SLOT, True, requests[0][:0])] * (SLOTS - len(pieces))]
-    tokens = np.concatenate([piece for *_, piece in pieces])
-    starts = np.cumsum([0, *[len(piece) for *_, piece in pieces]]).astype(np.int32)
-    slots, fresh = np.array([slot for slot, *_ in pieces], np.int32), np.array([first for _, first, _ in pieces])
+    slots, fresh, tokens = zip(*pieces)
+    starts, slots, fresh = (
+        np.cumsum([0, *map(len, tokens)]).astype(np.int32),
+        np.array(slots, np.int32),
+        np.array(fresh),
+    )
+    tokens = np.concatenate(tokens)
     check_batch(num_slots=SLOTS, num_tokens=T, state_indices=slots, query_start_loc=starts, has_initial_state=~fresh)
     state, o = step(state, np.pad(tokens, ((0, T - len(tokens)), (0, 0))), starts, slots, fresh)
     return state, [np.asarray(o[starts[n] : starts[n + 1]]) for n in range(SLOTS)]
 
 
 state, waiting, running, steps = init_state(config, SLOTS), list(range(len(requests))), {}, 0
-done = [requests[0][:0, :0].reshape(0, 4, 32) for _ in requests]  # the outputs so far of each request
+done = [np.zeros((0, 4, 32), np.float32) for _ in requests]  # the outputs so far of each request
 while waiting or running:
     for slot in range(SLOTS):
         if slot not in running and waiting:
             running[slot] = waiting.pop(0)
-    left = {r: len(requests[r]) - DECODE - len(done[r]) for r in running.values()}  # of the prompt
-    pieces = [(s, not len(done[r]), requests[r][len(done[r]) :][: max(1, min(left[r], PIECE))]) for s, r in running.items()]
+    pieces = []
+    for slot, r in running.items():  # up to PIECE tokens of the prompt, or one token
+        at = len(done[r])
+        pieces.append((slot, at == 0, requests[r][at:][: max(1, min(PIECE, len(requests[r]) - DECODE - at))]))
     state, outputs = call(state, pieces)
     for (slot, r), o in zip(list(running.items()), outputs):
         done[r] = np.concatenate([done[r], o])

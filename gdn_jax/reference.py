@@ -95,10 +95,10 @@ def _runs(
         tokens = range(starts[n], starts[n + 1])
         if len(tokens) == 0 or not 0 <= slot < num_slots or (max_tokens is not None and len(tokens) > max_tokens):
             continue
-        if not (with_state[n] and 0 <= sources[n] < num_slots):  # zeros; the accepted count is not looked at
+        if not with_state[n]:  # zeros, and neither the source nor the accepted count is looked at
             runs.append(_Run(tokens, None, 0, slot))
         elif 1 <= accepted[n] <= mtp_step + 1:
-            runs.append(_Run(tokens, sources[n], accepted[n] - 1, slot))
+            runs.append(_Run(tokens, sources[n] if 0 <= sources[n] < num_slots else None, accepted[n] - 1, slot))
     return runs
 
 

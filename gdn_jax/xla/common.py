@@ -17,9 +17,14 @@ def dot(a: Array, b: Array, contract: tuple[int, int] = (2, 1)) -> Array:
 def round_to(x: Array, dtype: DTypeLike) -> Array:
     """`x` (float32) in `dtype`, with a rounding that stays: XLA may drop a pair of converts, never a reduce_precision."""
     info = jnp.finfo(dtype)
-    if info.bits < 32:
-        x = lax.reduce_precision(x, info.nexp, info.nmant)
-    return x.astype(dtype)
+    if info.bits == 32:
+        return x
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if info.nexp < 8:  # reduce_precision flushes the subnormal numbers of float16, which are multiples of one step
+        step = float(info.smallest_subnormal)
+        subnormal = x + lax.stop_gradient(jnp.round(x / step) * step - x)
+        rounded = jnp.where(jnp.abs(x) < float(info.smallest_normal), subnormal, rounded)
+    return rounded.astype(dtype)
 
 
 def vary_like(x: Array, *others: Array) -> Array:
