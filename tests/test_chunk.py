@@ -95,7 +95,7 @@ def test_golden(name: str) -> None:
     check_golden(name, tol, state_tol)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 100])
+@pytest.mark.parametrize("chunk_size", [1, 100])
 def test_chunk_size_is_a_hint(chunk_size: int) -> None:
     kwargs, wants = golden.load("chunk_varlen")
     o, pool = chunk_gated_delta_rule(**kwargs, chunk_size=chunk_size)
@@ -209,16 +209,16 @@ def test_layers() -> None:
 def test_stateless_and_batched_forms() -> None:
     rng = np.random.default_rng(5)
     inputs = rule_inputs(rng, 4, 24)
-    o, last = chunk_gated_delta_rule(**inputs, chunk_size=32)
+    o, last = chunk_gated_delta_rule(**inputs, chunk_size=16)
     want_o, want_last = reference.chunk_gated_delta_rule(**inputs)
     assert last.shape == (4, HV, K, V) and last.dtype == jnp.float32
     close(o, want_o, TOL)
     close(last, want_last, TOL)
     flat = {name: x.reshape(T, *x.shape[2:]) for name, x in inputs.items()}
-    for x, y in zip(chunk_gated_delta_rule(**flat, query_start_loc=starts(24, 24, 24, 24), chunk_size=32), (o, last)):
+    for x, y in zip(chunk_gated_delta_rule(**flat, query_start_loc=starts(24, 24, 24, 24), chunk_size=16), (o, last)):
         same(np.asarray(x).reshape(y.shape), y)
     pool, slots = normal(rng, SLOTS, HV, K, V), np.array([5, -1, 0, 9], INT)
-    agree({**inputs, "ssm_state": pool, "state_indices": slots, "chunk_size": 32}, [5, 0, 9])
+    agree({**inputs, "ssm_state": pool, "state_indices": slots, "chunk_size": 16}, [5, 0, 9])
     for refused in ("state_indices", "initial_state_indices"):
         with pytest.raises(ValueError, match=refused):
             chunk_gated_delta_rule(**inputs, **{refused: slots})
@@ -262,7 +262,7 @@ def test_real_dims() -> None:
 
 
 def gradient_case(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any], Any, Any]:
-    call = make(rng, (20, 9, 1, 30), (4, 99, 6, 1), has_initial_state=np.array([1, 1, 1, 0, 1], bool))
+    call = make(rng, (20, 9, 1, 30), (4, 99, 6, 1), chunk_size=16, has_initial_state=np.array([1, 1, 1, 0, 1], bool))
     arrays = {name: call.pop(name) for name in (*TOKENS, "ssm_state")}
     wo, wp = rng.standard_normal((T, HV, V)), np.zeros((SLOTS, HV, K, V))
     wp[[4, 6, 1]] = rng.standard_normal((3, HV, K, V))
@@ -292,7 +292,7 @@ def test_gradients() -> None:
     zero(grads["ssm_state"][unread])
     for name in arrays:
         arrays[name][unread if name == "ssm_state" else padding] = 0
-    grads_match(None, weighted(np, reference.chunk_gated_delta_rule, call, wo, wp), arrays, grads, rng)
+    grads_match(weighted(np, reference.chunk_gated_delta_rule, call, wo, wp), arrays, grads, rng)
 
 
 def test_slot_12_gradients_at_zero_keys_and_resets_are_finite() -> None:
@@ -306,7 +306,7 @@ def test_slot_12_gradients_at_zero_keys_and_resets_are_finite() -> None:
     grads = jax.grad(lambda arrays: f(**arrays))(arrays)
     assert all(np.isfinite(np.asarray(x)).all() for x in grads.values())
     reset = {**arrays, "g": np.maximum(arrays["g"], -1e4)}  # e^g and its derivative are 0 either way
-    grads_match(None, weighted(np, reference.chunk_gated_delta_rule, call, wo, wp), reset, grads, rng)
+    grads_match(weighted(np, reference.chunk_gated_delta_rule, call, wo, wp), reset, grads, rng)
     o, _ = chunk_gated_delta_rule(**arrays, **call)
     close(o, reference.chunk_gated_delta_rule(**arrays, **call)[0], TOL)
 
@@ -346,11 +346,14 @@ def test_dec_06_value_heads_share_key_heads_in_order() -> None:
     e = np.eye(4, dtype=np.float32)[None, None, :2]
     v = np.broadcast_to(1 + np.arange(6, dtype=np.float32)[:, None], (1, 1, 6, 4))
     gate = np.zeros((1, 1, 6), np.float32)
-    _, state = chunk_gated_delta_rule(e, e, v, gate, gate + 1, scale=1.0, use_qk_l2norm=False)
+    _, state = chunk_gated_delta_rule(e, e, v, gate, gate + 1, scale=1.0, use_qk_l2norm=False, chunk_size=16)
     want = np.zeros((6, 4, 4), np.float32)
     for h in range(6):
         want[h, h // 3] = h + 1
     same(np.asarray(state)[0], want)
+
+
+RAW = {"use_qk_l2norm": False, "chunk_size": 64}
 
 
 def keys_of_one_direction(length: float, sign: int, beta: float, g: float) -> dict[str, Any]:
@@ -365,21 +368,20 @@ def keys_of_one_direction(length: float, sign: int, beta: float, g: float) -> di
 
 def test_pre_04_identical_keys() -> None:
     call = keys_of_one_direction(1, 1, 1, 0)
-    call |= {"use_qk_l2norm": False, "chunk_size": 64}
-    _, pool = agree(call, [2])
+    _, pool = agree({**call, **RAW}, [2])
     close(pool[2, :, 0], call["v"][-1].astype(np.float64), TOL)  # the state is the last v on e0
-    agree({**call, "use_qk_l2norm": True}, [2])
+    agree(call, [2])
 
 
 def test_pre_04_keys_longer_than_one() -> None:
     """k = 1.4 e0, beta = 1: each step overshoots by 1.96 - 1, so that errors do not die out."""
-    agree({**keys_of_one_direction(1.4, 1, 1, 0), "use_qk_l2norm": False}, [2], 1e-4)
+    agree({**keys_of_one_direction(1.4, 1, 1, 0), **RAW}, [2], 1e-4)
 
 
 def test_num_07_entries_of_the_triangle_far_above_one() -> None:
     """k = ±3 e0, beta = 0.9, g = -2: entries of about 8 in the triangle, the true result finite."""
     call = keys_of_one_direction(3, -1, 0.9, -2)
-    o, _ = agree({**call, "use_qk_l2norm": False}, [2], 1e-4)
+    o, _ = agree({**call, **RAW}, [2], 1e-4)
     assert np.isfinite(o).all()
 
 
@@ -428,17 +430,16 @@ def test_pre_08_empty_sequences() -> None:
 
 
 def test_pre_12_batch_at_the_end_of_its_arrays() -> None:
-    inputs = rule_inputs(np.random.default_rng(17), 2, 1024, H=2, HV=2, K=64, V=64, dtype=BF16)
+    inputs = rule_inputs(np.random.default_rng(17), 2, 320, H=2, HV=2, K=64, V=64, dtype=BF16)
     o, state = chunk_gated_delta_rule(**inputs)
     want_o, want_state = reference.chunk_gated_delta_rule(**inputs)
     close(o, want_o, 3e-3)
     close(state, want_state, 1e-3)
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "highest"])
-def test_num_02_float32_whatever_the_matmul_precision(precision: str) -> None:
+def test_num_02_float32_whatever_the_matmul_precision() -> None:
     call = make(np.random.default_rng(18), (60, 1, 20), (2, 7, 4))
-    with jax.default_matmul_precision(precision):
+    with jax.default_matmul_precision("bfloat16"):
         agree(call, [2, 7, 4])
 
 

@@ -515,18 +515,17 @@ def test_an_accepted_count_outside_is_padding(rng: np.random.Generator, accepted
         assert not o[:2].any() and o[2:].all()
         same(after.conv[:3], before.conv[:3])
         same(after.ssm[:9], before.ssm[:9])
-    # Where there is no initial state the count is not looked at.
-    for extra in (
-        dict(has_initial_state=np.array([False, True])),
-        dict(initial_state_indices=np.array([PAD_SLOT, 3])),
-    ):
-        fresh: dict[str, Any] = dict(common, has_initial_state=np.array([False, True]))
-        W, tokens = weights(rng, MTP), mixed(rng, MTP, 5)
-        o, _, after = reference.gdn_prefill(W, before, tokens, **common, **extra, num_accepted_tokens=counts)
-        want, _, state_after = reference.gdn_prefill(W, before, tokens, **fresh, num_accepted_tokens=np.array([1, 3]))
-        assert o.all()
-        same(o, want)
-        same(after.ssm, state_after.ssm)
+    # `has_initial_state=False` is what keeps the count from being looked at; an initial slot outside the pool does not.
+    W, tokens, fresh = weights(rng, MTP), mixed(rng, MTP, 5), dict(has_initial_state=np.array([False, True]))
+    o, _, after = reference.gdn_prefill(W, before, tokens, **common, **fresh, num_accepted_tokens=counts)
+    want, _, state_after = reference.gdn_prefill(W, before, tokens, **common, **fresh, num_accepted_tokens=np.array([1, 3]))
+    assert o.all()
+    same(o, want)
+    same(after.ssm, state_after.ssm)
+    outside = dict(initial_state_indices=np.array([PAD_SLOT, 3]), num_accepted_tokens=counts)
+    o, _, after = reference.gdn_prefill(W, before, tokens, **common, **outside)
+    assert not o[:2].any() and o[2:].all()
+    same(after.ssm[:9], before.ssm[:9])
 
 
 def test_a_verify_sequence_that_is_too_long_is_padding(rng: np.random.Generator) -> None:
