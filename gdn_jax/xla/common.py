@@ -54,6 +54,7 @@ def rule_step(m: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> 
     products = dot(jnp.stack([k, q], axis=1), m) * decay[..., None]
     u = beta[:, None] * (v - products[:, 0])
     o = products[:, 1] + jnp.sum(k * q, axis=-1, keepdims=True) * u
+    decay, k, u = lax.optimization_barrier((decay, k, u))  # else XLA computes them anew for every element of the state
     return decay[..., None] * m + k[:, :, None] * u[:, None, :], o
 
 
