@@ -5,15 +5,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import pytest
 
 import gdn_jax
 import golden
 
 # Nothing but hypothesis's tests needs hypothesis: the GPU machines may not have it.
 try:
+    from hypothesis import given, settings
     from hypothesis import strategies as st
 except ImportError:
+    given: Any = None
+    settings: Any = None
     st: Any = None
 
 BF16 = ml_dtypes.bfloat16
@@ -22,10 +24,6 @@ HUGE = 2**32 + 1  # narrows to slot 1
 EPS = {np.float32: 1.0, BF16: 1.0, np.float16: 0.25}  # float16 has a quarter of bfloat16's tolerances
 
 Arrays = dict[str, Any]
-
-
-def needs_hypothesis() -> Any:
-    return pytest.mark.skipif(st is None, reason="hypothesis is not installed")
 
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------
@@ -176,7 +174,9 @@ def ragged(num_tokens: int, num_sequences: int, num_slots: int, mtp_step: int = 
             cuts = sorted(draw(st.lists(st.integers(0, num_tokens), min_size=n, max_size=n)))
             bounds = np.array([0, *cuts], INT)
         else:  # now and then one token too many
-            bounds = np.minimum(starts(*draw(st.lists(st.integers(0, longest + 1), min_size=n, max_size=n))), num_tokens)
+            bounds = np.minimum(
+                starts(*draw(st.lists(st.integers(0, longest + 1), min_size=n, max_size=n))), num_tokens
+            )
         lengths = np.diff(bounds)
         rows = draw(st.permutations(range(num_slots)))
         slots = [draw(bad) if draw(st.integers(0, 4)) == 0 else rows[i] for i in range(n)]

@@ -21,10 +21,12 @@ from batches import (
     close_rows,
     conv_inputs,
     device,
+    given,
     grads_match,
     normal,
     ragged,
     same,
+    settings,
     st,
     starts,
     zero,
@@ -32,9 +34,6 @@ from batches import (
 
 import golden
 from gdn_jax import causal_conv1d, causal_conv1d_update, reference
-
-if st is not None:
-    from hypothesis import given, settings
 
 T, N, SLOTS, D, W, S = 24, 6, 14, 5, 4, 2
 GOLDEN = [name for name, op in golden.CASES.items() if op.startswith("causal_conv1d")]
@@ -64,7 +63,9 @@ def prefill(rng: np.random.Generator, lengths: tuple[int, ...], slots: tuple[int
 
 def agree(call: dict[str, Any], touched: Any, *, update: bool = False, tol: float = 2e-6) -> tuple[Any, Any]:
     """Runs a call and holds it against the reference: outputs within `tol`, the pool exact (it only holds inputs)."""
-    run, ref = (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    run, ref = (
+        (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    )
     y, pool = run(**call)
     want_y, want_pool = ref(**call)
     close(y, want_y, tol)
@@ -89,7 +90,9 @@ def agree_on_random(batch: Ragged, *, update: bool) -> None:
     inputs = conv_inputs(rng, T)
     pool = normal(rng, SLOTS, D, W - 1 + S)
     batch.poison({"x": inputs["x"]}, pool)
-    run, ref = (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    run, ref = (
+        (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    )
 
     def call(order: Any) -> dict[str, Any]:
         more = {} if update else {"initial_state_indices": batch.sources[order]}
@@ -123,7 +126,9 @@ if st is not None:
         own = [slot if has else None for slot, has in zip(batch.slots.tolist(), batch.has)]
         reads = [slot if live else None for slot, live in zip(own, batch.live)]
         live = [bool(x) for x in batch.live]
-        if any(n_bad(batch, n) for n in range(N)):  # without other sources a bad count is looked at wherever `has` holds
+        if any(
+            n_bad(batch, n) for n in range(N)
+        ):  # without other sources a bad count is looked at wherever `has` holds
             live = [x and not n_bad(batch, n) for n, x in enumerate(live)]
             reads = [slot if x else None for slot, x in zip(reads, live)]
         agree_on_random(batch._replace(live=live, reads=reads, sources=batch.slots), update=True)
@@ -144,7 +149,9 @@ def test_bad_count_beside_an_initial_slot_outside_the_pool() -> None:
 # ---- dtypes and index arrays ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "pool_dtype"), [(BF16, BF16), (np.float16, np.float16), (BF16, np.float32), (np.float32, BF16)])
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"), [(BF16, BF16), (np.float16, np.float16), (BF16, np.float32), (np.float32, BF16)]
+)
 def test_conv_11_dtypes_and_mixed_pools(dtype: Any, pool_dtype: Any) -> None:
     """y in x's dtype; history from the pool, inputs unrounded, the store rounds (once): so the pool is exact."""
     rng, tol = np.random.default_rng(1), 2e-6 if dtype == np.float32 else 3e-3 * EPS[dtype]
@@ -165,7 +172,13 @@ def test_slot_10_index_arrays_of_any_integer_dtype() -> None:
     slots[4:] = 99  # padding for unsigned dtypes too
     wide = np.zeros((2 * N,), INT)
     wide[::2] = slots
-    for other in (slots.astype(np.int64), slots.astype(np.uint8), slots.astype(np.int16), wide[::2], slots.astype(np.uint64)):
+    for other in (
+        slots.astype(np.int64),
+        slots.astype(np.uint8),
+        slots.astype(np.int16),
+        wide[::2],
+        slots.astype(np.uint64),
+    ):
         for got in (other, jnp.asarray(other)):
             for x, y in zip(causal_conv1d(**{**call, "state_indices": got}), want):
                 same(x, y)
@@ -242,7 +255,9 @@ def test_stateless_and_batched_forms() -> None:
     with pytest.raises(ValueError, match="x"):
         causal_conv1d(**inputs, query_start_loc=starts(6, 6, 6, 6))
     with pytest.raises(ValueError, match="num_accepted_tokens"):
-        causal_conv1d_update(normal(rng, 2, D), inputs["weight"], conv_state=normal(rng, 2, D, 5), num_accepted_tokens=np.ones(2, INT))
+        causal_conv1d_update(
+            normal(rng, 2, D), inputs["weight"], conv_state=normal(rng, 2, D, 5), num_accepted_tokens=np.ones(2, INT)
+        )
 
 
 def test_swish_is_silu_and_none_is_linear() -> None:
@@ -258,14 +273,20 @@ def test_srv_08_nothing_to_do() -> None:
     weights.pop("x")
     pool = normal(rng, SLOTS, D, 5)
     for x, n in ((np.zeros((0, D), np.float32), 0), (np.zeros((0, D), np.float32), 2), (normal(rng, 4, D), 0)):
-        y, new = causal_conv1d(x, **weights, conv_state=pool, query_start_loc=starts(*[0] * n), state_indices=np.zeros(n, INT))
+        y, new = causal_conv1d(
+            x, **weights, conv_state=pool, query_start_loc=starts(*[0] * n), state_indices=np.zeros(n, INT)
+        )
         assert y.shape == x.shape
         zero(y)
         same(new, pool)
-        y, new = causal_conv1d_update(x, **weights, conv_state=pool, query_start_loc=starts(*[0] * n), state_indices=np.zeros(n, INT))
+        y, new = causal_conv1d_update(
+            x, **weights, conv_state=pool, query_start_loc=starts(*[0] * n), state_indices=np.zeros(n, INT)
+        )
         zero(y)
         same(new, pool)
-    y, new = causal_conv1d_update(np.zeros((0, D), np.float32), **weights, conv_state=pool, state_indices=np.zeros(0, INT))
+    y, new = causal_conv1d_update(
+        np.zeros((0, D), np.float32), **weights, conv_state=pool, state_indices=np.zeros(0, INT)
+    )
     assert y.shape == (0, D)
     same(new, pool)
     call = prefill(rng, (3, 4, 5), (-1, -1, -1))
@@ -278,7 +299,11 @@ def test_real_dims() -> None:
     """Qwen3-Next: 2 * 16 * 128 + 32 * 128 = 8,192 channels, bfloat16."""
     rng = np.random.default_rng(8)
     call: dict[str, Any] = conv_inputs(rng, 12, D=8192, dtype=BF16)
-    call |= dict(conv_state=normal(rng, 4, 8192, 3, dtype=BF16), query_start_loc=starts(7, 2, 1), state_indices=np.array([2, 0, 9]))
+    call |= dict(
+        conv_state=normal(rng, 4, 8192, 3, dtype=BF16),
+        query_start_loc=starts(7, 2, 1),
+        state_indices=np.array([2, 0, 9]),
+    )
     agree(call, [2, 0], tol=3e-3)
     step = {**call, "x": call["x"][:3]}
     del step["query_start_loc"]
@@ -292,7 +317,9 @@ def test_real_dims() -> None:
 def test_gradients(update: bool) -> None:
     """Against finite differences of the reference; padding (NaN in it) gets exact zeros."""
     rng = np.random.default_rng(9)
-    run, ref = (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    run, ref = (
+        (causal_conv1d_update, reference.causal_conv1d_update) if update else (causal_conv1d, reference.causal_conv1d)
+    )
     has = np.array([1, 1, 0, 1, 1, 1], bool)
     call = prefill(rng, (3, 2, 3, 2), (4, 99, 6, 1), has_initial_state=has)
     call["num_accepted_tokens"] = np.array([2, 1, 1, 3, 1, 1], INT)
@@ -349,7 +376,12 @@ def test_conv_03_tile_tails() -> None:
     y, pool = agree(call, range(n))
     for i in (0, 3, 6, n - 1):
         part = slice(call["query_start_loc"][i], call["query_start_loc"][i + 1])
-        alone = {**call, "x": call["x"][part], "query_start_loc": starts(lengths[i]), "state_indices": np.array([i], INT)}
+        alone = {
+            **call,
+            "x": call["x"][part],
+            "query_start_loc": starts(lengths[i]),
+            "state_indices": np.array([i], INT),
+        }
         alone["has_initial_state"] = call["has_initial_state"][i : i + 1]
         got_y, got_pool = agree(alone, [i])
         close(got_y, y[part], 2e-6)
@@ -393,8 +425,10 @@ def test_conv_07_tap_order() -> None:
 def test_conv_10_widths(width: int) -> None:
     rng = np.random.default_rng(11)
     call: dict[str, Any] = conv_inputs(rng, 20, D=16, W=width)
-    call |= dict(conv_state=normal(rng, 3, 16, width), query_start_loc=starts(1, 12, 7), state_indices=np.array([2, 0, 1]))
-    y, pool = agree(call, [0, 1, 2])
+    call |= dict(
+        conv_state=normal(rng, 3, 16, width), query_start_loc=starts(1, 12, 7), state_indices=np.array([2, 0, 1])
+    )
+    _y, pool = agree(call, [0, 1, 2])
     step = {**call, "x": call["x"][:3], "conv_state": pool}
     del step["query_start_loc"]
     agree(step, [0, 1, 2], update=True)
@@ -434,7 +468,9 @@ def test_conv_16_decode_continues_the_prefill_exactly() -> None:
                             state_indices=np.array([1]), activation=None)  # fmt: skip
     same(y, np.asarray(whole)[0, :6])
     for t in range(6, 10):
-        y, pool = causal_conv1d_update(x[t : t + 1], weight, conv_state=pool, state_indices=np.array([1]), activation=None)
+        y, pool = causal_conv1d_update(
+            x[t : t + 1], weight, conv_state=pool, state_indices=np.array([1]), activation=None
+        )
         same(np.asarray(y)[0], np.asarray(whole)[0, t])
     zero(np.asarray(pool)[[0, 2]])
 
@@ -475,11 +511,17 @@ def test_mtp_01_short_step_after_three_accepted() -> None:
     pad = np.zeros((T - 3, D), np.float32)
     for accepted in (1, 2, 3):
         first = dict(x=np.vstack([x[:3], pad]), query_start_loc=packed(3), num_accepted_tokens=np.ones(N, INT))
-        y, pool = causal_conv1d_update(**weights, **first, **verify, conv_state=stream)
-        second = dict(x=np.vstack([x[3:4], pad, pad[:2]]), query_start_loc=packed(1), num_accepted_tokens=np.full(N, accepted, INT))
+        _y, pool = causal_conv1d_update(**weights, **first, **verify, conv_state=stream)
+        second = dict(
+            x=np.vstack([x[3:4], pad, pad[:2]]),
+            query_start_loc=packed(1),
+            num_accepted_tokens=np.full(N, accepted, INT),
+        )
         got, _ = causal_conv1d_update(**weights, **second, **verify, conv_state=pool)
         accepted_x = np.vstack([x[:accepted], x[3:4]])
-        want, _ = reference.causal_conv1d(accepted_x, **weights, conv_state=stream, state_indices=[3], query_start_loc=[0, accepted + 1])
+        want, _ = reference.causal_conv1d(
+            accepted_x, **weights, conv_state=stream, state_indices=[3], query_start_loc=[0, accepted + 1]
+        )
         close(np.asarray(got)[0], want[-1], 2e-6)
 
 
@@ -491,7 +533,13 @@ def test_mtp_03_ragged_verify_rows_equal_themselves_alone() -> None:
     for n, (slot, first, last) in enumerate([(4, 0, 1), (9, 1, 4), (0, 4, 5), (7, 5, 7)]):
         x = np.vstack([call["x"][first:last], np.full((T - (last - first), D), np.nan, np.float32)])
         counts = np.full(N, call["num_accepted_tokens"][n], INT)
-        alone = {**call, "x": x, "query_start_loc": packed(last - first), "state_indices": slot_array(slot), "num_accepted_tokens": counts}
+        alone = {
+            **call,
+            "x": x,
+            "query_start_loc": packed(last - first),
+            "state_indices": slot_array(slot),
+            "num_accepted_tokens": counts,
+        }
         got, got_pool = causal_conv1d_update(**alone)
         same(np.asarray(got)[: last - first], y[first:last])
         same(np.asarray(got_pool)[slot], pool[slot])
@@ -546,7 +594,9 @@ def test_mtp_12_counts_are_data_not_constants() -> None:
     assert len(traced) == 1
     y, _ = causal_conv1d(**{**call, "conv_state": pool}, num_accepted_tokens=np.full(N, 2, INT))
     history = np.asarray(pool)[4, :, 1:4]
-    want, _ = reference.causal_conv1d(call["x"][:2], call["weight"], call["bias"], conv_state=history[None], query_start_loc=[0, 2])
+    want, _ = reference.causal_conv1d(
+        call["x"][:2], call["weight"], call["bias"], conv_state=history[None], query_start_loc=[0, 2]
+    )
     close(np.asarray(y)[:2], want, 2e-6)
 
 
@@ -554,14 +604,20 @@ def test_mtp_12_counts_are_data_not_constants() -> None:
 def test_mtp_16_verify_equals_single_steps(length: int) -> None:
     rng = np.random.default_rng(20)
     call: dict[str, Any] = conv_inputs(rng, 2 * length, D=8)
-    call |= dict(conv_state=normal(rng, 3, 8, 2 + length), state_indices=np.array([2, 0]), query_start_loc=starts(length, length))
+    call |= dict(
+        conv_state=normal(rng, 3, 8, 2 + length), state_indices=np.array([2, 0]), query_start_loc=starts(length, length)
+    )
     call["num_accepted_tokens"] = np.array([1, length], INT)
     y, _ = agree(call, [2, 0], update=True)
     single = np.stack([call["conv_state"][2, :, :3], call["conv_state"][0, :, length - 1 : length + 2]])
     for t in range(length):
         want, single = causal_conv1d_update(call["x"][t::length], call["weight"], call["bias"], conv_state=single)
         close(want, y[t::length], 2e-6)
-    too_long = {**call, "x": np.vstack([call["x"], call["x"][:1]]), "query_start_loc": np.array([0, length, 2 * length + 1])}
+    too_long = {
+        **call,
+        "x": np.vstack([call["x"], call["x"][:1]]),
+        "query_start_loc": np.array([0, length, 2 * length + 1]),
+    }
     zero(causal_conv1d_update(**too_long)[0][length:])
 
 
@@ -577,7 +633,12 @@ def test_num_06_a_sequence_alone_and_among_others() -> None:
 
 
 def test_pre_08_empty_sequences() -> None:
-    call = prefill(np.random.default_rng(22), (0, 5, 0, 4, 0), (0, 1, 2, 3, 4), has_initial_state=np.array([0, 1, 0, 1, 1, 0], bool))
+    call = prefill(
+        np.random.default_rng(22),
+        (0, 5, 0, 4, 0),
+        (0, 1, 2, 3, 4),
+        has_initial_state=np.array([0, 1, 0, 1, 1, 0], bool),
+    )
     agree(call, [1, 3])
 
 

@@ -51,7 +51,9 @@ def test_at_the_borders_of_the_three_ranges() -> None:
     x = np.array([-17.0, -16.999998, -17.000002, 20.0, 20.000002, 19.999998, 0.0, -0.0], np.float32)
     for A_log in (-40.0, 0.0, 60.0, 70.0):
         a = np.tile(x[:, None], (ROWS // 8, HEADS))
-        inputs: dict[str, Any] = dict(A_log=np.full(HEADS, A_log, np.float32), a=a, b=a, dt_bias=np.zeros(HEADS, np.float32))
+        inputs: dict[str, Any] = dict(
+            A_log=np.full(HEADS, A_log, np.float32), a=a, b=a, dt_bias=np.zeros(HEADS, np.float32)
+        )
         close_everywhere(gdn_gating(**inputs)[0], reference.gdn_gating(**inputs)[0])
 
 
@@ -109,7 +111,9 @@ def test_gradients_are_finite_where_the_true_ones_are() -> None:
 
 def test_gate_01_overflow_times_underflow() -> None:
     A_log, a = (np.array(x, np.float32) for x in ([100.0, 88.8, 0.0, 100.0], [-200.0, -30.0, -200.0, -100.0]))
-    g = np.asarray(gdn_gating(A_log, np.tile(a, (ROWS, 1)), np.zeros((ROWS, 4), np.float32), np.zeros(4, np.float32))[0][0])
+    g = np.asarray(
+        gdn_gating(A_log, np.tile(a, (ROWS, 1)), np.zeros((ROWS, 4), np.float32), np.zeros(4, np.float32))[0][0]
+    )
     want = -np.exp(A_log.astype(np.float64)) * np.log1p(np.exp(a.astype(np.float64)))
     assert np.isfinite(g).all() and (g <= 0).all()
     np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-37)  # -3.7e-44 is subnormal: 0 will do

@@ -8,7 +8,7 @@ W - 1 tokens and are added there. The new row is a window of history ++ x.
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from gdn_jax.varlen import Batch, token_table
 from gdn_jax.xla.common import f32, round_to
@@ -36,7 +36,8 @@ def conv(
         history = jnp.zeros((n, columns, channels), f32)
     else:
         source = jnp.where(batch.read < 0, pool.shape[1], batch.read)
-        rows = pool.at[batch.layer, source].get(mode="fill", fill_value=0).astype(f32)
+        rows = pool.at[batch.layer, source].get(mode="fill", fill_value=0)
+        rows = lax.optimization_barrier(rows).astype(f32)  # read before the pool is written, else XLA may copy it
         column = batch.offset[:, None, None] + jnp.arange(columns)
         history = jnp.take_along_axis(rows, column, axis=2, mode="clip").transpose(0, 2, 1)
 
