@@ -47,7 +47,9 @@ def seconds(repeat: int, *calls: Callable[[], Any]) -> list[float]:
 
 
 def _text(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def markdown(table: Table) -> str:

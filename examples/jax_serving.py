@@ -3,8 +3,6 @@
 Every request's outputs are then compared with one prefill of all its tokens (random projections) alone.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +12,12 @@ from gdn_jax import PAD_SLOT, GDNConfig, GDNWeights, check_batch, gdn_prefill, i
 SLOTS, PIECE, DECODE = 2, 12, 4  # request slots; prompt tokens a step and request; decode steps a request
 T = SLOTS * PIECE  # static shapes: every call has T packed tokens and SLOTS sequences
 config = GDNConfig(4, 2, 32, 32, conv_kernel_dim=4, ssm_dtype="float32", conv_dtype="float32")
-rng = np.random.default_rng(0)
-width = config.qkvz_dim + config.ba_dim
+rng, width = np.random.default_rng(0), config.qkvz_dim + config.ba_dim
 weights = GDNWeights(0.5 * jnp.asarray(rng.standard_normal((config.conv_dim, 4), np.float32)), None, *jnp.ones((2, 4)))
 requests = [rng.standard_normal((prompt + DECODE, width), np.float32) for prompt in (13, 3, 20, 8, 1)]
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # the pools are updated in their own memory
+@jax.jit(donate_argnums=0)  # the pools are updated in their own memory
 def step(state, mixed, starts, slots, fresh):
     batch = dict(query_start_loc=starts, state_indices=slots, has_initial_state=~fresh)
     out = gdn_prefill(weights, state, mixed, config=config, **batch)
@@ -31,12 +28,8 @@ def call(state, pieces):
     """One step over at most SLOTS pieces `(slot, first, tokens)`: pads them, checks the batch, runs it."""
     pieces = [*pieces, *[(PAD_SLOT, True, requests[0][:0])] * (SLOTS - len(pieces))]
     slots, fresh, tokens = zip(*pieces)
-    starts, slots, fresh = (
-        np.cumsum([0, *map(len, tokens)]).astype(np.int32),
-        np.array(slots, np.int32),
-        np.array(fresh),
-    )
-    tokens = np.concatenate(tokens)
+    starts = np.cumsum([0, *map(len, tokens)]).astype(np.int32)
+    slots, fresh, tokens = np.array(slots, np.int32), np.array(fresh), np.concatenate(tokens)
     check_batch(num_slots=SLOTS, num_tokens=T, state_indices=slots, query_start_loc=starts, has_initial_state=~fresh)
     state, o = step(state, np.pad(tokens, ((0, T - len(tokens)), (0, 0))), starts, slots, fresh)
     return state, [np.asarray(o[starts[n] : starts[n + 1]]) for n in range(SLOTS)]
@@ -50,8 +43,8 @@ while waiting or running:
             running[slot] = waiting.pop(0)
     pieces = []
     for slot, r in running.items():  # up to PIECE tokens of the prompt, or one token
-        at = len(done[r])
-        pieces.append((slot, at == 0, requests[r][at:][: max(1, min(PIECE, len(requests[r]) - DECODE - at))]))
+        count = max(1, min(PIECE, len(requests[r]) - DECODE - len(done[r])))
+        pieces.append((slot, not len(done[r]), requests[r][len(done[r]) :][:count]))
     state, outputs = call(state, pieces)
     for (slot, r), o in zip(list(running.items()), outputs):
         done[r] = np.concatenate([done[r], o])

@@ -53,12 +53,15 @@ def _elsewhere(command: str) -> Callable[[Sequence[str]], int]:
     def run(arguments: Sequence[str]) -> int:
         try:
             found = importlib.import_module(module)
+            parser = argparse.ArgumentParser(prog=f"gdn-jax {command}", description=purpose)
+            found.add_arguments(parser)
+            return found.run(parser.parse_args(arguments))
         except ModuleNotFoundError as error:
-            print(f"gdn-jax {command} needs {error.name}: pip install 'gdn_jax[{extra}]'", file=sys.stderr)
+            missing = (error.name or "").partition(".")[0]
+            if missing in ("", "gdn_jax", "interop", "bench"):  # a fault of ours, not a package to install
+                raise
+            print(f"gdn-jax {command} needs {missing}: pip install 'gdn_jax[{extra}]'", file=sys.stderr)
             return 2
-        parser = argparse.ArgumentParser(prog=f"gdn-jax {command}", description=purpose)
-        found.add_arguments(parser)
-        return found.run(parser.parse_args(arguments))
 
     return run
 

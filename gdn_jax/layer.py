@@ -118,6 +118,8 @@ def _copy(state: GDNState, src: Array | None, dst: Array, config: GDNConfig, sta
     """Rows of `src` (None: zeros) to `dst`; a pair with either outside the pool is skipped."""
 
     def rows(pool: Array, per_slot: int) -> Array:
+        if 0 in pool.shape:
+            return pool
         slots = pool.shape[stacked] // per_slot
         ok = where_inside(dst, slots) >= 0
         if src is not None:

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 import gdn_jax
 from gdn_jax import GDNConfig, GDNState, GDNWeights, reference
@@ -134,9 +138,6 @@ def _float64_rows(backend: str) -> Iterator[Row]:
 
 def _hf_rows(backend: str) -> Iterator[Row]:
     """Against the torch code of the installed transformers, float32."""
-    import torch
-    from transformers.models.qwen3_next import modeling_qwen3_next as hf
-
     rules: dict[str, tuple[Callable[..., Any], int]] = {
         "chunk_gated_delta_rule": (hf.torch_chunk_gated_delta_rule, 100),
         "recurrent_gated_delta_rule": (hf.torch_recurrent_gated_delta_rule, 1),
@@ -161,7 +162,7 @@ def _golden_rows(backend: str, folder: Path) -> Iterator[Row]:
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
-        name = _operator_of(path.stem, arrays)
+        name = _operator_of(path.stem)
         if name is None:
             continue
         kwargs = {
@@ -181,7 +182,7 @@ def _golden_rows(backend: str, folder: Path) -> Iterator[Row]:
         yield Row(name, dtype, backend, path.stem, error, LIMITS[dtype][kind])
 
 
-def _operator_of(case: str, arrays: dict[str, np.ndarray]) -> str | None:
+def _operator_of(case: str) -> str | None:
     """The operator of a golden case, by its file name; None for the cases that span several calls."""
     if case == "conv_verify" or case.startswith("conv_update"):
         return "causal_conv1d_update"
@@ -212,9 +213,6 @@ def rows(cases: Path | None = None) -> Iterator[Row]:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the table; returns 0 where every error is within its limit, else 1, and 2 for an unusable option."""
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console()
     if not console.is_terminal:
         console.width = 110  # a pipe has no width of its own, and names must not be cut

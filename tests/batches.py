@@ -186,10 +186,9 @@ def ragged(num_tokens: int, num_sequences: int, num_slots: int, mtp_step: int = 
             kind = draw(st.integers(0, 5))
             sources.append(slots[i] if kind < 3 else draw(st.sampled_from(rows[n:])) if kind < 5 else draw(bad))
             reading = has[i] and 0 <= sources[i] < num_slots
-            # A bad count beside an initial slot outside the pool is left to a test of its own.
-            wrong = draw(st.integers(0, 5)) == 0 and (reading or not has[i])
+            wrong = draw(st.integers(0, 5)) == 0
             counts.append(draw(st.sampled_from([0, -1, mtp_step + 2, 2**31 - 1, -(2**31)]) if wrong else good))
-            counted = not reading or not wrong
+            counted = not has[i] or not wrong  # looked at wherever there may be an initial state
             fits = longest is None or lengths[i] <= longest
             live.append(bool(lengths[i] > 0 and 0 <= slots[i] < num_slots and counted and fits))
             reads.append(sources[i] if live[i] and reading else None)

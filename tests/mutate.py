@@ -92,7 +92,7 @@ MUTANTS = [
            ("tests/test_field_faults.py::test_num_02_every_product_is_true_float32",)),
     Mutant("the store rounds nothing away", "xla/common.py", "rounded = lax.reduce_precision(x, info.nexp, info.nmant)",
            "rounded = x",
-           ("tests/test_norm.py::test_every_rounding_is_real",)),
+           ("tests/test_norm.py::test_roundings_survive_the_compiler",)),
     Mutant("no scale (one token)", "xla/recurrent.py", "per_v_head(q * scale, v.shape[1], 1)", "per_v_head(q, v.shape[1], 1)",
            RECURRENT),
     Mutant("missing beta (one token)", "xla/common.py", "u = beta[:, None] * (v - products[:, 0])", "u = v - products[:, 0]",

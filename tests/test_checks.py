@@ -648,17 +648,17 @@ def test_check_batch_types_and_shapes() -> None:
         for dtype in (np.float32, np.bool_):
             with pytest.raises(TypeError, match=f"^check_batch: `{name}` has dtype {np.dtype(dtype)}, "):
                 check_batch(**{**BATCH, name: BATCH[name].astype(dtype)})
-    with pytest.raises(TypeError, match="^check_batch: `num_accepted_tokens` has dtype float32"):
+    with pytest.raises(TypeError, match=r"^check_batch: `num_accepted_tokens` has dtype float32"):
         check_batch(**BATCH, num_accepted_tokens=ones(3))
-    with pytest.raises(TypeError, match="^check_batch: `has_initial_state` has dtype int32, expected bool"):
+    with pytest.raises(TypeError, match=r"^check_batch: `has_initial_state` has dtype int32, expected bool"):
         check_batch(**BATCH, has_initial_state=SLOTS)
     with pytest.raises(ValueError, match=r"^check_batch: `query_start_loc` has shape \(3,\)"):
         check_batch(**{**BATCH, "query_start_loc": ints(0, 1, 2)})
     with pytest.raises(ValueError, match=r"^check_batch: `initial_state_indices` has shape \(2,\)"):
         check_batch(**BATCH, initial_state_indices=ints(0, 1))
-    with pytest.raises(TypeError, match="^check_batch: `num_slots` is 5.0"):
+    with pytest.raises(TypeError, match=r"^check_batch: `num_slots` is 5\.0"):
         check_batch(**{**BATCH, "num_slots": 5.0})
-    with pytest.raises(ValueError, match="^check_batch: `mtp_step` is -1"):
+    with pytest.raises(ValueError, match=r"^check_batch: `mtp_step` is -1"):
         check_batch(**{**BATCH, "mtp_step": -1})
 
 

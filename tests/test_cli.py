@@ -145,7 +145,6 @@ def test_a_missing_package_names_the_extra(command: str, package: str, extra: st
     assert not done.stdout
 
 
-@pytest.mark.xfail(reason="cli.main catches the import of the module only, not those inside its `run`")
 @pytest.mark.parametrize(("command", "package", "extra"), LATER)
 def test_a_package_that_is_missed_later_names_the_extra(command: str, package: str, extra: str) -> None:
     done = without(package, command)

@@ -28,7 +28,10 @@ def modules() -> list[str]:
     names = []
     for package in ("gdn_jax", "interop"):
         folder = str(ROOT / package)
-        names += [package, *(m.name for m in pkgutil.iter_modules([folder], f"{package}.") if m.name[-8:] != "__main__")]
+        names += [
+            package,
+            *(m.name for m in pkgutil.iter_modules([folder], f"{package}.") if m.name[-8:] != "__main__"),
+        ]
     return [*names, *(m.name for m in pkgutil.iter_modules([str(ROOT / "gdn_jax" / "ops")], "gdn_jax.ops."))]
 
 
@@ -111,7 +114,9 @@ def test_the_list_of_public_names_is_that_of_the_packages() -> None:
 
 @pytest.mark.parametrize("name", [name for _, name in public()])
 def test_a_public_name_is_in_the_docs(name: str) -> None:
-    assert any(re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in PAGES if page.parent.name == "docs")
+    assert any(
+        re.search(rf"\b{name}\b", page.read_text(encoding="utf-8")) for page in PAGES if page.parent.name == "docs"
+    )
 
 
 @pytest.mark.parametrize(("package", "name"), public())

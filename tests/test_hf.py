@@ -297,7 +297,5 @@ def test_two_ranks_add_up_to_the_layer(family: str) -> None:
     assert (
         golden.rel(np.concatenate([x for pair in zip(*split, strict=True) for x in pair], axis=1), state.conv) <= 1e-5
     )
-    for own in zip(*(rank.weights for rank in ranks), whole.weights, strict=True):
-        if own[2] is not None:
-            assert np.shares_memory(own[0], own[1]) is False
-            assert own[0].shape[0] + own[1].shape[0] == own[2].shape[0]
+    for name in ("A_log", "dt_bias"):
+        same(np.concatenate([getattr(rank.weights, name) for rank in ranks]), getattr(whole.weights, name))

@@ -1,5 +1,6 @@
 """The layer functions against gdn_jax.reference in float64, the golden trace, and what a serving stack relies on."""
 
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable
@@ -182,8 +183,6 @@ def test_low_precision(function: str, config: GDNConfig, dtype: str, scale: floa
 @pytest.mark.parametrize(("function", "config"), [EACH[0], *EACH[2:]], ids=[EACH_IDS[0], *EACH_IDS[2:]])
 def test_bfloat16_pools(function: str, config: GDNConfig) -> None:
     """The defaults of GDNConfig: bfloat16 throughout."""
-    import dataclasses
-
     call = Case(3, dataclasses.replace(config, ssm_dtype="bfloat16", conv_dtype="bfloat16"), "bfloat16").calls()[
         function
     ]
@@ -270,8 +269,6 @@ def of_rank(x: Any, sizes: list[int], rank: int, axis: int) -> jax.Array:
 
 @pytest.mark.parametrize(("function", "config"), [EACH[0], *EACH[2:]], ids=[EACH_IDS[0], *EACH_IDS[2:]])
 def test_two_ranks_are_the_halves_of_the_whole(function: str, config: GDNConfig) -> None:
-    import dataclasses
-
     case = Case(9, config)
     call = case.calls()[function]
     whole = run(function, call)
@@ -549,8 +546,6 @@ def test_prefill_in_pieces_is_the_whole() -> None:
 
 def speculate(config: GDNConfig, seed: int, steps: int = 6) -> None:
     """MTP-08: requests that guess well or badly, against plain decoding of the true tokens and against float64."""
-    import dataclasses
-
     rng, S, n = np.random.default_rng(seed), config.mtp_step, DN
     plain = dataclasses.replace(config, mtp_step=0)
     weights = make_weights(rng, config)
@@ -933,16 +928,14 @@ def test_jax_07_a_hundred_donated_steps() -> None:
     case = Case(85, PLAIN)
     call = case.decode(has_initial_state=None)
     step = jitted("gdn_decode", call)
-    state, first = jax.tree.map(jnp.copy, case.state), None
+    old = state = jax.tree.map(jnp.copy, case.state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "Some donated buffers were not usable"
         for _ in range(100):
-            old, out = state, step(state, case.step)
-            state = out.state
-            first = out if first is None else first
+            old, state = state, step(state, case.step).state
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(old.ssm)
-    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
         step(old, case.step)
     want = case.state
     for _ in range(100):
@@ -995,45 +988,59 @@ def test_jax_13_threads() -> None:
         same(results[i], work(i))
 
 
-def test_srv_08_empty_batches() -> None:
-    for function, config in EACH:
-        case = Case(87, config)
-        nothing = make_mixed(np.random.default_rng(0), config, 0)
-        common = dict(config=config, norm_weight=case.norm_weight)
-        empty: dict[str, Any] = dict(state_indices=ints())
-        if function != "gdn_decode":
-            empty["query_start_loc"] = ints(0)
-        if function == "gdn_mtp_decode":
-            empty["num_accepted_tokens"] = ints()
-        out = run(function, dict(weights=case.weights, state=case.state, mixed_qkvzba=nothing, **common, **empty))
-        assert (out.o.shape, out.z.shape, out.o.dtype) == ((0, 4, 6), (0, 4, 6), F32)
+def empty(function: str, case: Case, mixed: jax.Array, sequences: int = 0) -> dict[str, Any]:
+    """A call of `sequences` sequences without tokens."""
+    arrays: dict[str, Any] = dict(
+        weights=case.weights, state=case.state, config=case.config, norm_weight=case.norm_weight
+    )
+    arrays |= dict(mixed_qkvzba=mixed, state_indices=np.arange(sequences, dtype=INT))
+    if function != "gdn_decode":
+        arrays["query_start_loc"] = np.zeros(sequences + 1, INT)
+    if function == "gdn_mtp_decode":
+        arrays["num_accepted_tokens"] = np.ones(sequences, INT)
+    return arrays
+
+
+@pytest.mark.parametrize(("function", "config"), EACH, ids=EACH_IDS)
+def test_srv_08_no_sequence(function: str, config: GDNConfig) -> None:
+    case = Case(87, config)
+    out = run(function, empty(function, case, case.prompt[:0]))
+    assert (out.o.shape, out.z.shape, out.o.dtype) == ((0, 4, 6), (0, 4, 6), F32)
+    same(out.state, case.state)
+    if function == "gdn_mtp_decode":
+        out = run(function, {**empty(function, case, case.prompt[:0]), "query_start_loc": None})
+        assert out.o.shape == (0, 4, 6)
         same(out.state, case.state)
-        # Tokens of no sequence, sequences of no token, and a pool without slots.
-        if function != "gdn_decode":
-            call = dict(weights=case.weights, state=case.state, mixed_qkvzba=case.drafts, **common)
-            out = run(function, {**call, **empty})
-            assert out.o.shape == (VT, 4, 6)
-            assert not np.asarray(out.o).any()
-            same(out.state, case.state)
-            two: dict[str, Any] = dict(state_indices=ints(0, 1), query_start_loc=ints(0, 0, 0))
-            if function == "gdn_mtp_decode":
-                two["num_accepted_tokens"] = ints(1, 1)
-            out = run(function, {**call, "mixed_qkvzba": nothing, **two})
-            assert out.o.shape == (0, 4, 6)
-            same(out.state, case.state)
-        full = case.calls()[function]
-        none = gdn_jax.init_state(config, 0)
-        out = run(function, {**full, "state": none})
-        assert not np.asarray(out.o).any()
-        same(out.state, none)
-        pads = {**full, "state_indices": np.full_like(full["state_indices"], -1)}
-        out = run(function, pads)
+    if function != "gdn_decode":  # tokens of no sequence
+        out = run(function, empty(function, case, case.drafts))
+        assert out.o.shape == (VT, 4, 6)
         assert not np.asarray(out.o).any()
         same(out.state, case.state)
-    if_none = gdn_jax.gdn_mtp_decode(
-        **Case(88, MTP).verify(
-            mixed_qkvzba=make_mixed(np.random.default_rng(0), MTP, 0), state_indices=ints(), num_accepted_tokens=ints(),
-            query_start_loc=None,
-        )
-    )  # fmt: skip
-    assert if_none.o.shape == (0, 4, 6)
+
+
+@pytest.mark.parametrize(("function", "config"), [EACH[0], EACH[3]], ids=["prefill", "verify"])
+def test_srv_08_sequences_but_no_token(function: str, config: GDNConfig) -> None:
+    case = Case(88, config)
+    out = run(function, empty(function, case, case.prompt[:0], sequences=2))
+    assert out.o.shape == (0, 4, 6)
+    same(out.state, case.state)
+
+
+@pytest.mark.parametrize(("function", "config"), EACH[1:], ids=EACH_IDS[1:])
+def test_srv_08_nothing_but_padding(function: str, config: GDNConfig) -> None:
+    case = Case(89, config)
+    call = case.calls()[function]
+    out = run(function, {**call, "state_indices": np.full_like(call["state_indices"], -1)})
+    assert not np.asarray(out.o).any()
+    same(out.state, case.state)
+
+
+@pytest.mark.parametrize(("function", "config"), EACH[1:], ids=EACH_IDS[1:])
+def test_a_pool_without_slots(function: str, config: GDNConfig) -> None:
+    """init_state(config, 0) is legal; every sequence is then padding."""
+    none = gdn_jax.init_state(config, 0)
+    out = run(function, {**Case(90, config).calls()[function], "state": none})
+    assert not np.asarray(out.o).any()
+    same(out.state, none)
+    same(gdn_jax.reset_slots(none, ints(0, -1), config), none)
+    same(gdn_jax.copy_slots(none, ints(0, 1), ints(1, 0), config), none)

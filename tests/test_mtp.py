@@ -333,7 +333,7 @@ def test_mtp_03_ragged_rows_equal_themselves_alone() -> None:
 
 @pytest.mark.parametrize("pool_dtype", [np.float32, BF16])
 def test_mtp_04_and_16_verify_equals_decode_steps(pool_dtype: Any) -> None:
-    """A float32 pool: the bits of single decode steps. A bfloat16 one: the state stays float32 between the tokens of a step,
+    """A float32 pool: single decode steps, within rounding. A bfloat16 one: the state stays float32 between the tokens of a step,
     and each row holds its rounding (so a decode loop, which rounds after every token, is a little further off)."""
     rng = np.random.default_rng(21)
     call = make(rng, (3, 3, 3), ROWS_OF_THREE, (1, 1, 1))

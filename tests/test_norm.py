@@ -51,6 +51,12 @@ def test_every_rounding_is_real(dtype: Any, weight: Any) -> None:
         close(got, want.astype(np.float64), 1e-3)
 
 
+def test_roundings_survive_the_compiler() -> None:
+    """One reduce_precision for each of the three: a bare pair of converts is what XLA may drop, on some devices."""
+    jaxpr = str(jax.make_jaxpr(lambda arguments: gated_rms_norm(**arguments))(inputs(7, BF16)))
+    assert jaxpr.count("reduce_precision[exponent_bits=8 mantissa_bits=7]") == 3, jaxpr
+
+
 def test_eps_is_inside_the_root() -> None:
     arguments = {**inputs(8), "o": np.full(SHAPE, 1e-3, np.float32)}
     for eps in (1e-6, 1e-2):

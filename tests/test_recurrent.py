@@ -295,7 +295,7 @@ def test_num_04_float16_pool_overflows_in_its_own_row_only() -> None:
 
 
 def test_num_06_a_row_alone_and_among_others() -> None:
-    """At one static shape bit for bit (the property test); across N within rounding, and equal here."""
+    """At one static shape bit for bit (the property test); across N within rounding."""
     call = make(np.random.default_rng(15), 2, 5, 0, 7, 1, 9)
     o, pool = recurrent_gated_delta_rule(**call)
     for n in (0, 3, 5):

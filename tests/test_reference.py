@@ -518,7 +518,9 @@ def test_an_accepted_count_outside_is_padding(rng: np.random.Generator, accepted
     # `has_initial_state=False` is what keeps the count from being looked at; an initial slot outside the pool does not.
     W, tokens, fresh = weights(rng, MTP), mixed(rng, MTP, 5), dict(has_initial_state=np.array([False, True]))
     o, _, after = reference.gdn_prefill(W, before, tokens, **common, **fresh, num_accepted_tokens=counts)
-    want, _, state_after = reference.gdn_prefill(W, before, tokens, **common, **fresh, num_accepted_tokens=np.array([1, 3]))
+    want, _, state_after = reference.gdn_prefill(
+        W, before, tokens, **common, **fresh, num_accepted_tokens=np.array([1, 3])
+    )
     assert o.all()
     same(o, want)
     same(after.ssm, state_after.ssm)

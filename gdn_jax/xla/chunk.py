@@ -176,7 +176,7 @@ def chunk(
     Returns `o` `[T, HV, V]` in `v.dtype` and the updated pool.
     """
     num_tokens, n = v.shape[0], batch.starts.shape[0]
-    if 0 in (num_tokens, n, pool.shape[1]):
+    if 0 in (num_tokens, n, *pool.shape[:2]):
         return jnp.zeros_like(v), pool
     inputs, size = [q, k, v, g, beta], tile_size(chunk_size)
     single = batch.lengths == 1

@@ -58,12 +58,17 @@ def rule_step(m: Array, q: Array, k: Array, v: Array, g: Array, beta: Array) -> 
     return decay[..., None] * m + k[:, :, None] * u[:, None, :], o
 
 
+def _corner(pool: Array, layer: Array, slot: Array) -> list[Array]:
+    """Where a row begins, in int32 throughout: with x64 on a plain 0 would be an int64 beside them."""
+    return [layer, slot, *[jnp.int32(0)] * (pool.ndim - 2)]
+
+
 def read_row(pool: Array, layer: Array, slot: Array, zero: Array | bool = False) -> Array:
     """Row `slot` (clamped into the pool) of `layer`, or zeros. The barrier keeps it one pass, however many use the row."""
-    row = lax.dynamic_slice(pool, (layer, slot, *[0] * (pool.ndim - 2)), (1, 1, *pool.shape[2:]))
+    row = lax.dynamic_slice(pool, _corner(pool, layer, slot), (1, 1, *pool.shape[2:]))
     return lax.optimization_barrier(jnp.where(zero, 0, row[0, 0]))
 
 
 def write_row(pool: Array, layer: Array, slot: Array, row: Array) -> Array:
     """`pool` with row `slot` (clamped into the pool) of `layer` replaced, in place where XLA may."""
-    return lax.dynamic_update_slice(pool, row[None, None], (layer, slot, *[0] * (pool.ndim - 2)))
+    return lax.dynamic_update_slice(pool, row[None, None], _corner(pool, layer, slot))

@@ -32,6 +32,8 @@ def conv(
     (num_tokens, channels), n = x.shape, batch.starts.shape[0]
     columns = weight.shape[1] - 1  # of history
     weight = weight.astype(f32).T
+    if 0 in (num_tokens, n, *(() if pool is None else pool.shape[:2])):
+        return jnp.zeros_like(x), jnp.zeros((n, channels, columns), x.dtype) if pool is None else pool
     if pool is None:
         history = jnp.zeros((n, columns, channels), f32)
     else:
@@ -41,24 +43,21 @@ def conv(
         column = batch.offset[:, None, None] + jnp.arange(columns)
         history = jnp.take_along_axis(rows, column, axis=2, mode="clip").transpose(0, 2, 1)
 
-    if num_tokens:
-        valid, position = token_table(batch, num_tokens)
-        inputs = jnp.where(valid[:, None], x, 0).astype(f32)
-        y = jnp.zeros((), f32) if bias is None else bias.astype(f32)
-        for back in range(columns, -1, -1):
-            shifted = jnp.pad(inputs, ((back, 0), (0, 0)))[:num_tokens]
-            y = y + jnp.where((position >= back)[:, None], shifted, 0) * weight[columns - back]
-        # Token p < W - 1 of a sequence: its window starts at column p of the history.
-        head = jnp.arange(columns)
-        from_history = jnp.stack(
-            [sum(history[:, c] * weight[c - p] for c in range(p, columns)) for p in range(columns)], axis=1
-        )
-        token = jnp.where(head < batch.lengths[:, None], batch.starts[:, None] + head, num_tokens)
-        y = y.at[token].add(from_history, mode="drop")
-        y = y if activation is None else jax.nn.silu(y)
-        y = round_to(jnp.where(valid[:, None], y, 0), x.dtype)
-    else:
-        y = x
+    valid, position = token_table(batch, num_tokens)
+    inputs = jnp.where(valid[:, None], x, 0).astype(f32)
+    y = jnp.zeros((), f32) if bias is None else bias.astype(f32)
+    for back in range(columns, -1, -1):
+        shifted = jnp.pad(inputs, ((back, 0), (0, 0)))[:num_tokens]
+        y = y + jnp.where((position >= back)[:, None], shifted, 0) * weight[columns - back]
+    # Token p < W - 1 of a sequence: its window starts at column p of the history.
+    head = jnp.arange(columns)
+    from_history = jnp.stack(
+        [sum(history[:, c] * weight[c - p] for c in range(p, columns)) for p in range(columns)], axis=1
+    )
+    token = jnp.where(head < batch.lengths[:, None], batch.starts[:, None] + head, num_tokens)
+    y = y.at[token].add(from_history, mode="drop")
+    y = y if activation is None else jax.nn.silu(y)
+    y = round_to(jnp.where(valid[:, None], y, 0), x.dtype)
 
     def window(first: Array, size: int) -> Array:
         """Entries `first[n] + j`, j < size, of history ++ x of each sequence, zeros behind the end: `[N, D, size]`, float32."""

@@ -27,7 +27,7 @@ def mtp(
     Returns `o` `[T, HV, V]` in `v.dtype` and the updated pool.
     """
     num_tokens, longest = v.shape[0], write_indices.shape[1]
-    if 0 in (num_tokens, batch.starts.shape[0], pool.shape[1]):
+    if 0 in (num_tokens, batch.starts.shape[0], *pool.shape[:2]):
         return jnp.zeros_like(v), pool
     arguments = tokens(q, k, v, g, beta, scale, use_qk_l2norm)
     write_indices = where_inside(write_indices, pool.shape[1])

@@ -34,7 +34,7 @@ def recurrent(
     Returns `o` `[N, HV, V]` in `v.dtype` and the updated pool.
     """
 
-    if 0 in (v.shape[0], pool.shape[1]):
+    if 0 in (v.shape[0], *pool.shape[:2]):
         return jnp.zeros_like(v), pool
 
     def step(pool: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
