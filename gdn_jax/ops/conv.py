@@ -124,10 +124,10 @@ def causal_conv1d(
     checks.check_array(this, "x", x)
     if query_start_loc is None:
         n, length, channels = checks.check_shape(this, "x", x, num_sequences=None, num_tokens=None, conv_dim=None)
-        starts = equal_starts(n, length)
+        starts, flat = equal_starts(n, length), x.reshape(n * length, channels)
     else:
         _, channels = checks.check_shape(this, "x", x, num_tokens=None, conv_dim=None)
-        starts, n = checks.starts(this, query_start_loc)
+        (starts, n), flat = checks.starts(this, query_start_loc), x
     width = _weights(this, x, weight, bias, activation)
     arguments = dict(
         state_indices=state_indices, has_initial_state=has_initial_state, initial_state_indices=initial_state_indices
@@ -145,7 +145,6 @@ def causal_conv1d(
         num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
     )
     choose(this, implementation)
-    flat = x.reshape(-1, channels)
     y, pool = _run(flat, weight, bias, conv_state, at, starts, this=this, activation=activation, **indices)
     return y.reshape(x.shape), pool
 

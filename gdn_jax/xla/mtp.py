@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.varlen import Batch, where_inside
+from gdn_jax.varlen import Batch, token_table, where_inside
 from gdn_jax.xla.common import f32, read_row, round_to, rule_step, vary_like, write_row
 from gdn_jax.xla.recurrent import tokens
 
@@ -29,7 +29,7 @@ def mtp(
     num_tokens, longest = v.shape[0], write_indices.shape[1]
     if 0 in (num_tokens, batch.starts.shape[0], *pool.shape[:2]):
         return jnp.zeros_like(v), pool
-    arguments = tokens(q, k, v, g, beta, scale, use_qk_l2norm)
+    arguments = tokens(q, k, v, g, beta, token_table(batch, num_tokens)[0], scale, use_qk_l2norm)
     write_indices = where_inside(write_indices, pool.shape[1])
 
     def sequence(carry: tuple[Array, Array], xs: tuple[Array, ...]) -> tuple[tuple[Array, Array], None]:

@@ -8,10 +8,14 @@ from gdn_jax.xla.common import f32, l2norm, per_v_head, read_row, round_to, rule
 
 
 def tokens(
-    q: Array, k: Array, v: Array, g: Array, beta: Array, scale: Array, use_qk_l2norm: bool
+    q: Array, k: Array, v: Array, g: Array, beta: Array, valid: Array, scale: Array, use_qk_l2norm: bool
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """The float32 arguments of `rule_step` for many tokens: q scaled, q and k `[T, HV, K]`."""
-    q, k, v, g, beta = (x.astype(f32) for x in (q, k, v, g, beta))
+    """The float32 arguments of `rule_step` for many tokens: q scaled, q and k `[T, HV, K]`; zeros where `valid` `[T]` is not."""
+
+    def masked(x: Array) -> Array:  # before anything is computed from it: also gradients must not see the padding
+        return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, 0).astype(f32)
+
+    q, k, v, g, beta = (masked(x) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     return per_v_head(q * scale, v.shape[1], 1), per_v_head(k, v.shape[1], 1), v, g, beta
@@ -41,10 +45,10 @@ def recurrent(
         read, write, *token = xs
         pad = write < 0  # row 0 is then read and written back as it is
         row = read_row(pool, batch.layer, jnp.where(read < 0, write, read), zero=(read < 0) & ~pad)
-        m, o = rule_step(row.astype(f32), *(jnp.where(pad, 0, x) for x in token))
+        m, o = rule_step(row.astype(f32), *token)
         row = jnp.where(pad, row, round_to(m, pool.dtype))
         return write_row(pool, batch.layer, write, row), jnp.where(pad, 0, o)
 
-    xs = (batch.read, batch.write, *tokens(q, k, v, g, beta, scale, use_qk_l2norm))
+    xs = (batch.read, batch.write, *tokens(q, k, v, g, beta, batch.write >= 0, scale, use_qk_l2norm))
     pool, o = lax.scan(step, vary_like(pool, *xs), xs)
     return round_to(o, v.dtype), pool
