@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,7 +218,7 @@ def run(options: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = 110  # a pipe has no width of its own, and names must not be cut
     if options.cases is not None and not options.cases.is_dir():
-        console.print(f"gdn-jax parity: --cases {options.cases} is no folder.")
+        print(f"gdn-jax parity: --cases {options.cases} is no folder.", file=sys.stderr)
         return 2
     table = Table("operator", "dtype", "backend", "against", "error", "limit", "", title="parity")
     found = []

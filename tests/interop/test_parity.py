@@ -91,7 +91,7 @@ def test_the_json_file_has_the_rows(few: list[str], tmp_path: Path) -> None:
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert parity.run(options("--cases", str(tmp_path / "none"))) == 2
-    assert "is no folder" in capsys.readouterr().out.replace("\n", " ")
+    assert "is no folder" in capsys.readouterr().err
 
 
 def test_hugging_face_rows_pass() -> None:
@@ -114,9 +114,7 @@ def test_golden_cases_of_one_operator_are_taken_and_stories_are_not() -> None:
     import golden
 
     for path in sorted(CASES.glob("*.npz")):
-        with np.load(path) as file:
-            arrays = {name: file[name] for name in file.files}
-        assert parity._operator_of(path.stem, arrays) == golden.CASES.get(path.stem), path.stem
+        assert parity._operator_of(path.stem) == golden.CASES.get(path.stem), path.stem
 
 
 def test_relative_error() -> None:
