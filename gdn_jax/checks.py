@@ -231,7 +231,7 @@ def check_batch(
         num_slots: request slots of the pool (rows of the conv pool).
         num_tokens: `T`, the tokens of the packed batch.
         state_indices: integer `[N]`, the slots; negative: padding.
-        query_start_loc: integer `[N + 1]`; None: one token a sequence (`verify`: `mtp_step + 1` each).
+        query_start_loc: integer `[N + 1]`; None: sequences of equal length (`verify`: `mtp_step + 1` each).
         initial_state_indices: integer `[N]`, the slots to start from; outside the pool: no initial state.
         has_initial_state: bool `[N]`.
         num_accepted_tokens: integer `[N]`, each in `[1, mtp_step + 1]` where it is looked at.
@@ -274,8 +274,8 @@ def check_batch(
                 raise fail("query_start_loc", i, x, f"at most num_tokens={num_tokens}")
             previous = x
     else:
-        each = longest if verify else 1
-        if num_tokens != n * each:
+        each = longest if verify else num_tokens // max(n, 1)
+        if verify and num_tokens != n * each:
             raise fail(
                 "num_tokens", None, num_tokens, f"{n * each}, {each} for each of {n} sequences without query_start_loc"
             )
@@ -295,11 +295,9 @@ def check_batch(
             raise fail("state_indices", i, slots[i], f"a slot of its own; sequence {writers[slots[i]]} has it too")
         writers[slots[i]] = i
         if verify and lengths[i] > longest:
-            raise fail(
-                "query_start_loc",
-                i + 1,
-                bounds[i + 1],
-                f"at most {bounds[i] + longest}, mtp_step + 1 tokens a sequence",
+            raise ValueError(
+                f"{this}: sequence {i} has {lengths[i]} tokens (`query_start_loc[{i + 1}]` is {bounds[i + 1]}), "
+                f"expected at most mtp_step + 1 = {longest}."
             )
         if counts is not None and has[i] and not 1 <= counts[i] <= longest:
             raise fail("num_accepted_tokens", i, counts[i], f"1 to mtp_step + 1 = {longest}")

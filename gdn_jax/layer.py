@@ -202,8 +202,10 @@ def _output(
     implementation: str | None,
 ) -> GDNOutput:
     if norm_weight is not None:
-        shown = jnp.where(valid[:, None, None], z, 0)
-        o = gated_rms_norm(o, shown, norm_weight, eps=norm_eps, implementation=implementation)
+        valid = valid[:, None, None]
+        given, shown = jnp.where(valid, o, 1), jnp.where(valid, z, 0)  # harmless at padding, also with norm_eps=0
+        normed = gated_rms_norm(given, shown, norm_weight, eps=norm_eps, implementation=implementation)
+        o = jnp.where(valid, normed, 0)
     return GDNOutput(o, z, state)
 
 

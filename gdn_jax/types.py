@@ -164,15 +164,17 @@ class GDNConfig:
             'float32'
         """
 
-        def get(source: Any, key: str) -> Any:
-            return source.get(key) if isinstance(source, Mapping) else getattr(source, key, None)
+        def get(source: Any, key: str, default: Any = None) -> Any:
+            return source.get(key, default) if isinstance(source, Mapping) else getattr(source, key, default)
 
         text = get(config, "text_config")
         source = config if text is None else text
 
+        missing = object()
+
         def need(key: str) -> Any:
-            value = get(source, key)
-            if value is None:
+            value = get(source, key, missing)
+            if value is missing or (value is None and key != "hidden_act"):  # None is an activation
                 raise ValueError(f"GDNConfig.from_hf: `config` has no key '{key}', expected a Qwen3-Next style config.")
             return value
 

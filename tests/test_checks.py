@@ -627,11 +627,11 @@ def test_check_batch_counts() -> None:
 def test_check_batch_lengths_of_a_verify_step() -> None:
     message = batch_error(verify=True, query_start_loc=ints(0, 1, 5, 6))
     assert "`query_start_loc[2]` is 5" in message, message
-    assert "at most 4" in message, message
+    assert "sequence 1 has 4 tokens" in message and "mtp_step + 1 = 3" in message, message
     batch_fine(query_start_loc=ints(0, 1, 5, 6))  # no verify step
     message = batch_error(verify=True, query_start_loc=None)
     assert "`num_tokens` is 6, expected 9" in message, message
-    assert "`num_tokens` is 6, expected 3" in batch_error(query_start_loc=None)
+    batch_fine(query_start_loc=None)  # three sequences of two tokens each
 
 
 def test_check_batch_asks_nothing_of_padding_and_empty_sequences() -> None:

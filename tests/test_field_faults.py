@@ -224,3 +224,54 @@ def test_srv_06_and_mtp_15_no_argument_is_swallowed() -> None:
         if inspect.isfunction(function) and name != "explain":
             kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
             assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, name
+
+
+# ---- found in review: what is not finite stays where it is ----------------------------------------------------------
+
+
+def test_a_sequence_that_is_not_finite_leaves_padding_zero() -> None:
+    rng = np.random.default_rng(5)
+    inputs = rule_inputs(rng, 80)
+    inputs["v"][0] = np.inf
+    pool = normal(rng, 3, *inputs["v"].shape[1:2], inputs["k"].shape[2], inputs["v"].shape[2])
+    slots, lengths = np.array([0, -1, 2], np.int32), np.array([0, 40, 60, 70], np.int32)
+    o, _ = gdn_jax.chunk_gated_delta_rule(**inputs, ssm_state=pool, state_indices=slots, query_start_loc=lengths)
+    assert not np.isfinite(np.asarray(o[:40])).all()
+    assert not np.asarray(o[40:60]).any() and not np.asarray(o[70:]).any()
+    assert np.isfinite(np.asarray(o[60:70])).all()
+
+
+@pytest.mark.parametrize("operator", ["recurrent_gated_delta_rule", "chunk_gated_delta_rule"])
+def test_a_foreign_slot_does_not_reach_the_gradient_of_scale(operator: str) -> None:
+    rng = np.random.default_rng(6)
+    inputs = rule_inputs(rng, 3)
+    clean = normal(rng, 4, inputs["v"].shape[1], inputs["k"].shape[2], inputs["v"].shape[2])
+    poisoned = clean.copy()
+    poisoned[3] = np.nan
+    chunked = operator == "chunk_gated_delta_rule"
+    more = dict(query_start_loc=np.array([0, 2, 3], np.int32)) if chunked else {}
+    slots = np.array([0, -1] if chunked else [0, -1, 1], np.int32)
+
+    def total(scale: jax.Array, pool: np.ndarray) -> jax.Array:
+        o, _ = getattr(gdn_jax, operator)(**inputs, ssm_state=pool, state_indices=slots, scale=scale, **more)
+        return jnp.sum(o)
+
+    got, want = (jax.grad(total)(jnp.float32(0.3), pool) for pool in (poisoned, clean))
+    assert np.isfinite(float(got)) and float(got) == float(want)
+
+
+def test_padding_is_zero_also_with_norm_eps_0() -> None:
+    rng = np.random.default_rng(7)
+    config = GDNConfig(2, 1, 8, 8, 4, ssm_dtype="float32", conv_dtype="float32")
+    weights = GDNWeights(*(jnp.asarray(normal(rng, *shape)) for shape in ((32, 4), (32,), (2,), (2,))))
+    state, mixed = gdn_jax.init_state(config, 2), jnp.asarray(normal(rng, 3, 52))
+
+    def run(mixed: jax.Array) -> jax.Array:
+        slots = np.array([1, -1, 0], np.int32)
+        return gdn_jax.gdn_decode(
+            weights, state, mixed, config=config, state_indices=slots, norm_weight=jnp.ones(8), norm_eps=0.0
+        ).o
+
+    assert not np.asarray(run(mixed)[1]).any()
+    slope = jax.grad(lambda mixed: jnp.sum(run(mixed)))(mixed)
+    assert np.isfinite(np.asarray(slope)).all() and not np.asarray(slope[1]).any()

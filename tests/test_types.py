@@ -219,3 +219,16 @@ def test_from_hf_on_the_real_configuration() -> None:
     assert config == GDNConfig(
         num_v_heads=32, num_k_heads=16, head_k_dim=128, head_v_dim=128, conv_kernel_dim=4, mtp_step=1
     )
+
+
+def test_from_hf_takes_an_activation_of_none() -> None:
+    sizes = dict(
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    )
+    assert GDNConfig.from_hf(sizes | {"hidden_act": None}).activation is None
+    with pytest.raises(ValueError, match="hidden_act"):
+        GDNConfig.from_hf(sizes)

@@ -21,7 +21,7 @@ def _run(
     v: Array,
     g: Array,
     beta: Array,
-    ssm_state: Array,
+    ssm_state: Array | None,
     layer: Array | None,
     query_start_loc: Array,
     *,
@@ -30,6 +30,8 @@ def _run(
     chunk_size: int,
     **indices: Any,
 ) -> tuple[Array, Array]:
+    if ssm_state is None:  # the final states, one row a sequence
+        ssm_state = jnp.zeros((query_start_loc.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]), jnp.float32)
     pool, at = stacked(ssm_state, layer)
     num_tokens, (num_layers, num_slots) = v.shape[0], pool.shape[:2]
     checks.debug_check(
@@ -116,7 +118,7 @@ def chunk_gated_delta_rule(
     heads = dict(num_v_heads=num_v_heads, head_k_dim=k_dim, head_v_dim=v_dim)
     if ssm_state is None:
         checks.refuse(this, "without `ssm_state`", **arguments, layer=layer)
-        at, ssm_state = None, jnp.zeros((n, *heads.values()), jnp.float32)
+        at = None
     else:
         at = checks.pool(this, "ssm_state", ssm_state, layer, num_slots=None, **heads)
         checks.own_rows(this, state_indices, n, ssm_state.shape[-4], "ssm_state")

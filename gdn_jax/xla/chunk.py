@@ -74,9 +74,11 @@ def tile(
     """
     size, num_v_heads = v.shape[:2]
 
+    def masked(x: Array) -> Array:
+        return jnp.where((jnp.arange(size) < count).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
     def heads_first(x: Array) -> Array:
-        x = jnp.where((jnp.arange(size) < count).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-        return x.astype(f32).swapaxes(0, 1)
+        return masked(x).astype(f32).swapaxes(0, 1)
 
     q, k, v, g, beta = (heads_first(x) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
@@ -98,7 +100,7 @@ def tile(
     u = dot(inverse, beta * (v - dot(since_start * k, m)))
     o = dot(since_start * q, m) + dot(decay * qk, u)
     m = since_start[:, -1:] * m + dot(to_end * k, u, (1, 1))
-    return m, o.swapaxes(0, 1)
+    return m, masked(o.swapaxes(0, 1))  # also where the state is not finite: these rows may be padding
 
 
 Carry = tuple[Array, Array, Array]  # pool, o, and the state `[HV, K, V]` between two chunks

@@ -43,9 +43,9 @@ def recurrent(
 
     def step(pool: Array, xs: tuple[Array, ...]) -> tuple[Array, Array]:
         read, write, *token = xs
-        pad = write < 0  # row 0 is then read and written back as it is
+        pad = write < 0  # some row is then read and written back as it is
         row = read_row(pool, batch.layer, jnp.where(read < 0, write, read), zero=(read < 0) & ~pad)
-        m, o = rule_step(row.astype(f32), *token)
+        m, o = rule_step(row.astype(f32), *(jnp.where(pad, 0, x) for x in token))
         row = jnp.where(pad, row, round_to(m, pool.dtype))
         return write_row(pool, batch.layer, write, row), jnp.where(pad, 0, o)
 
