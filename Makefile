@@ -15,12 +15,12 @@ demo: .venv/.made  ## serve real texts with a small Qwen3-Next, checked against 
 	$(BIN)/gdn-jax demo $(ARGS)
 
 test: .venv/.made  ## run the tests on the pinned versions (ARGS="-k conv", JOBS=2)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-latest: .venv-latest/.made  ## run the tests on the newest jax that pyproject.toml allows
 	.venv-latest/bin/python -m pip install -qq --disable-pip-version-check --upgrade -c .venv-latest/constraints.txt jax jaxlib -e .
 	@.venv-latest/bin/python -c 'import jax, jaxlib; print("jax", jax.__version__, "jaxlib", jaxlib.__version__)'
-	.venv-latest/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	.venv-latest/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: .venv/.made  ## ruff, pyright, the import contracts
 	$(BIN)/ruff check .
