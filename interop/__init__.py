@@ -18,6 +18,8 @@ if not xla_bridge.backends_are_initialized():
 
 from interop.cache import GDNCache
 from interop.dlpack import to_jax, to_torch
+from interop.huggingface import replace_gated_delta_net, restore
 from interop.inplace import InPlace
+from interop.lightllm import LinearAttBackend
 
-__all__ = ["GDNCache", "InPlace", "to_jax", "to_torch"]
+__all__ = ["GDNCache", "InPlace", "LinearAttBackend", "replace_gated_delta_net", "restore", "to_jax", "to_torch"]

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -27,6 +28,18 @@ else:
 
 # Two devices on the CPU, so that shard_map is tested with real shards; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 2)
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Without LLVM's optimisations: half the time of files that look at structure and compile a program a test.
+
+    XLA's own passes stay as they are, and so do fusions, layouts and aliases.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from bench import __main__ as command
 from bench import cpu, peers, report
 from bench.report import Table
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TABLE = Table("times", ["shape", "ms", "target"], [["1x8", 1.23456, ">= 2"], [64, float("inf"), ""]])
 
 

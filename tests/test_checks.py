@@ -13,6 +13,8 @@ from jax.experimental import checkify
 import gdn_jax
 from gdn_jax import GDNConfig, GDNState, GDNWeights, check_batch
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 INT = np.int32
 F32 = np.float32
 H, HV, K, V, W, D, S = 1, 2, 4, 3, 4, 14, 2  # D = 2 * H * K + HV * V

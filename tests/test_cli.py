@@ -13,6 +13,8 @@ import gdn_jax
 from gdn_jax import cli
 from gdn_jax.dispatch import OPERATORS
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -16,6 +16,8 @@ import pytest
 
 import gdn_jax
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -50,6 +50,8 @@ import gdn_jax
 import golden
 from gdn_jax import GDNConfig, GDNState, GDNWeights, reference
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIG = GDNConfig(
     num_v_heads=2, num_k_heads=1, head_k_dim=4, head_v_dim=3, conv_kernel_dim=4, mtp_step=2, ssm_dtype="float32",
     conv_dtype="float32",

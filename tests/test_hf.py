@@ -12,6 +12,8 @@ import gdn_jax
 import golden
 from gdn_jax import GDNConfig, GDNState, GDNWeights
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 INT = np.int32
 FLOAT32: dict[str, Any] = dict(ssm_dtype="float32", conv_dtype="float32")
 

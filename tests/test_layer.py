@@ -15,6 +15,8 @@ import gdn_jax
 import golden
 from gdn_jax import GDNConfig, GDNOutput, GDNState, GDNWeights, reference
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 F32, INT = np.float32, np.int32
 SIZES: dict[str, Any] = dict(num_v_heads=4, num_k_heads=2, head_k_dim=8, head_v_dim=6, conv_kernel_dim=4)
 PLAIN = GDNConfig(**SIZES, ssm_dtype="float32", conv_dtype="float32")

@@ -17,6 +17,8 @@ import gdn_jax
 import golden
 from gdn_jax import GDNConfig, GDNState, GDNWeights, reference
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 F32, INT = np.float32, np.int32
 H, HV, K, V, W, S = 2, 4, 8, 6, 4, 1
 D = 2 * H * K + HV * V
