@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import cpu, report
+from bench import cpu, interop, report
 
-SUITES: dict[str, Callable[[int], list[report.Table]]] = {"cpu": cpu.suite}
+SUITES: dict[str, Callable[[int], list[report.Table]]] = {"cpu": cpu.suite, "interop": interop.suite}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ def replace_gated_delta_net[Model: nn.Module](model: Model) -> Model:
         ...     num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8)
         >>> model = replace_gated_delta_net(Qwen3NextForCausalLM(config).eval())
         >>> with torch.no_grad():
-        ...     model(torch.tensor([[1, 2, 3]])).logits.shape
+        ...     model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.shape
         torch.Size([1, 3, 32])
         >>> model = restore(model)
     """
@@ -75,6 +75,11 @@ def restore[Model: nn.Module](model: Model) -> Model:
 
     Raises:
         TypeError: no module.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> restore(model) is model
+        True
     """
     for _, module in _modules("restore", model):
         module.__class__ = _original(module)

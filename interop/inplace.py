@@ -37,7 +37,9 @@ from interop.dlpack import Seen
 
 _NUMBERS: tuple[type, ...] = (bool, int, float, complex)
 _Name = Callable[[int], str]
-_Run = Callable[[list[Any], list[Any]], Any]
+_Arrays = tuple[list[Any], list[Any]]  # caches, other arguments
+_Done = tuple[list[jax.Array], Any]  # new caches, outputs
+_Run = Callable[[list[Any], list[Any]], _Done]
 _Permuted = tuple[torch.Size, torch.dtype, tuple[int, ...]]  # a tensor's row-major base, and the axes that gave it
 
 
@@ -139,14 +141,8 @@ class InPlace:
             key = _Key(cache_tree, rest_tree, static, *specs, device, bool(jax.config.jax_enable_x64))
             run = self._executable(key, strict, name)
             dlpack.warn(where, [(partial(name, i), s) for i, s in enumerate(leaves, count) if isinstance(s, Seen)])
-            results, outputs = run([_import(s) for s in seen], [_import(leaf) for leaf in leaves])
-            arrays, output_tree = jax.tree.flatten(outputs)
-            if device.type == "cpu":
-                for array in (*results, *arrays):
-                    array.block_until_ready()
-            for i, (cache, result) in enumerate(zip(seen, results)):
-                self._land(cache, dlpack.export_array(result, device.type), strict, partial(name, i))
-            outputs = jax.tree.unflatten(output_tree, [dlpack.export_array(array, device.type) for array in arrays])
+            done = self._run(run, self._import(seen, leaves, device), device)
+            outputs = self._export(seen, done, device, strict, name)
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
 
     # Step 1: what the caller gave.
@@ -333,7 +329,33 @@ class InPlace:
                 )
         return new
 
-    # Steps 5 and 6: the results.
+    # Steps 3, 5 and 6: in, through and out.
+
+    def _import(self, seen: list[Seen], leaves: list[Any], device: torch.device) -> _Arrays:
+        """What the executable is called with: views of the tensors' memory, made for this call alone."""
+        if device.type == "cpu":
+            return [dlpack.host_view(cache.base) for cache in seen], [
+                dlpack.host_view(leaf.base) if isinstance(leaf, Seen) else leaf for leaf in leaves
+            ]
+        stream = dlpack.import_stream(device)
+        return [dlpack.import_tensor(cache.base, stream) for cache in seen], [
+            dlpack.import_tensor(leaf.base, stream) if isinstance(leaf, Seen) else leaf for leaf in leaves
+        ]
+
+    def _run(self, run: _Run, arrays: _Arrays, device: torch.device) -> _Done:
+        """The new caches and the outputs; on a CPU computed, on a GPU under way."""
+        done = run(*arrays)
+        if device.type == "cpu":
+            jax.block_until_ready(done)
+        return done
+
+    def _export(self, seen: list[Seen], done: _Done, device: torch.device, strict: bool, name: _Name) -> Any:
+        """Each new cache in its place, and the outputs as torch tensors."""
+        stream = dlpack.export_stream(device)
+        for i, (cache, result) in enumerate(zip(seen, done[0])):
+            self._land(cache, dlpack.export_array(result, stream), strict, partial(name, i))
+        arrays, tree = jax.tree.flatten(done[1])
+        return jax.tree.unflatten(tree, [dlpack.export_array(array, stream) for array in arrays])
 
     def _land(self, cache: Seen, result: Tensor, strict: bool, name: Callable[[], str]) -> None:
         """Puts a new cache where the old one is, unless it is there already, and tells autograd."""
@@ -381,13 +403,6 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, _NUMBERS):
         return type(leaf)
     return _Array(leaf.shape, leaf.dtype, leaf.weak_type, leaf.format)
-
-
-def _import(leaf: Any) -> Any:
-    """What the executable is called with: a view of the tensor's memory, made for this call alone."""
-    if not isinstance(leaf, Seen):
-        return leaf
-    return dlpack.host_view(leaf.base) if leaf.base.device.type == "cpu" else dlpack.import_tensor(leaf.base)
 
 
 def _as_given(array: Any, spec: Any) -> Any:

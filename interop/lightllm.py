@@ -15,6 +15,7 @@ from interop.buckets import bucket, padded
 from interop.inplace import InPlace
 
 _SSM_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # as LightLLM's start arguments write them
 _LEAST_TOKENS = 16  # of a prefill: shorter ones share one program
 
 
@@ -65,7 +66,8 @@ class LinearAttBackend:
         model: has `config` (the Hugging Face dict), `tp_world_size_`, and perhaps `is_mtp_draft_model`.
         mtp_step: `S`, draft tokens of a verify step.
         linear_att_ssm_data_type: "bfloat16" or "float32", or the torch dtype.
-        data_type: of the activations and the conv states, by name or as a dtype; None: bfloat16.
+        data_type: of the activations and the conv states, by name ("bf16" and the like too) or as a dtype; None:
+            bfloat16.
 
     Raises:
         ValueError: another ssm type; sizes or heads that do not fit; a key that the configuration lacks.
@@ -96,7 +98,7 @@ class LinearAttBackend:
             mtp_step=mtp_step,
             tp_size=model.tp_world_size_,
             ssm_dtype=name,
-            conv_dtype="bfloat16" if data_type is None else data_type,
+            conv_dtype="bfloat16" if data_type is None else _SHORT.get(data_type, data_type),
         )
         self.num_v_heads, self.num_k_heads = config.num_v_heads, config.num_k_heads
         self.head_k_dim, self.head_v_dim = config.head_k_dim, config.head_v_dim

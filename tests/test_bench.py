@@ -17,7 +17,7 @@ import jax
 import torch
 
 from bench import __main__ as command
-from bench import cpu, peers, report
+from bench import cpu, interop, peers, report
 from bench.report import Table
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -126,6 +126,34 @@ def test_the_peer_computes_the_same(tiny: None, decode: bool) -> None:
 
 def test_the_copy_copies() -> None:
     assert peers.copy((2, 3))() is None
+
+
+def test_the_interop_suite_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(H=1, HV=2, K=8, V=8, LAYERS=3, SLOTS=4, REQUESTS=2, STEPS=4).items():
+        monkeypatch.setattr(interop, name, value)
+    time, copies = interop.suite(1)
+    for table in (time, copies):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    ((name, alone, guard, imported, ran, exported, everything, over, target),) = time.rows
+    assert name == "add 1 to 64x16" and target in ("<= 100", "<= 150")
+    assert all(value > 0 for value in (alone, guard, imported, ran, exported))
+    assert everything >= max(guard, imported, ran, exported) and over == everything - alone
+    on_gpu = torch.cuda.is_available()
+    assert [row[:2] for row in copies.rows] == [
+        [f"{steps} x {step}", 3 * steps] for step, steps in (("decode", 4 if on_gpu else 3), ("verify S=3", 2))
+    ]
+    for row in copies.rows:
+        # No pool moves and nothing is traced again; on a CPU both caches of every call are copied back.
+        assert row[2:6] == [0, 0 if on_gpu else 2, 0, 0]
+
+
+def test_a_call_that_is_timed_does_the_same_and_counts() -> None:
+    call = interop.Timed(lambda cache, x: (cache + x, x * 2))
+    cache = torch.zeros(4)
+    for x in (torch.ones(4), torch.ones(4), torch.ones(1)):
+        assert torch.equal(call(cache, x), x * 2)
+    assert torch.equal(cache, torch.full((4,), 3.0)) and (call.traces, call.programs) == (2, 2)
+    assert set(call.times) == {"all", "guard", *interop.PHASES}
 
 
 # -------------------------------------------------------------------------------------------------------- the command

@@ -288,6 +288,8 @@ def test_sizes() -> None:
         (torch.float32, None, torch.float32, "bfloat16", True),
         ("float32", torch.float32, torch.float32, "float32", False),
         (torch.bfloat16, "float16", torch.bfloat16, "float16", True),
+        ("bfloat16", "fp16", torch.bfloat16, "float16", True),
+        ("float32", "bf16", torch.float32, "bfloat16", True),
     ],
 )
 def test_dtypes(ssm: Any, data: Any, ssm_dtype: torch.dtype, conv_dtype: str, converts: bool) -> None:
