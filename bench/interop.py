@@ -108,50 +108,49 @@ def _median_us(times: list[float]) -> float:
     return statistics.median(times) * 1e6
 
 
-def empty_step(device: torch.device, repeat: int) -> list[float]:
+def small_call(device: torch.device, repeat: int, caches: int, arguments: int) -> list[float]:
     """µs of the jitted call alone, and of guard, import, run, export and all of an `InPlace` call that adds 1.
 
-    The arrays are as many as in a decode step (two caches, six arguments) and small, so that the host's work is all.
+    The tensors are small, so that the host's work is all. As in a decode step, a call a layer follows the other, and
+    nobody waits for the GPU before the last.
     """
-    pools = [torch.zeros(64, 16, device=device) for _ in range(2)]
-    rest = [torch.zeros(64, 16, device=device) for _ in range(6)]
+    pools = [torch.zeros(64, 16, device=device) for _ in range(caches)]
+    rest = [torch.zeros(64, 16, device=device) for _ in range(arguments)]
 
     def add(caches: Any, *rest: Any, layer: Any) -> Any:
         return [cache + layer for cache in caches], rest[0] + layer
 
-    jitted = jax.jit(add, donate_argnums=0)
+    jitted, call = jax.jit(add, donate_argnums=0), Timed(add)
     place = jax.devices("cpu" if device.type == "cpu" else "gpu")[0]
-    arrays = [jax.device_put(np.zeros((64, 16), np.float32), place) for _ in range(8)]
+    arrays = [jax.device_put(np.zeros((64, 16), np.float32), place) for _ in range(caches + arguments)]
+    state, others = arrays[:caches], arrays[caches:]
     alone: list[float] = []
     parts: dict[str, list[float]] = {name: [] for name in ("guard", *PHASES, "all")}
-    call, caches = Timed(add), arrays[:2]
-    for i in range(20 + 100 * repeat):
-        start = time.perf_counter()
-        caches, out = jitted(caches, *arrays[2:], layer=1)
-        if device.type == "cpu":
-            jax.block_until_ready((caches, out))
-        spent = time.perf_counter() - start
-        jax.block_until_ready((caches, out))
-        call(pools, *rest, layer=1)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if i >= 20:
-            alone.append(spent)
+    for _ in range(1 + 5 * repeat):
+        for _ in range(LAYERS):
+            start = time.perf_counter()
+            state, out = jitted(state, *others, layer=1)
+            if device.type == "cpu":
+                jax.block_until_ready((state, out))
+            alone.append(time.perf_counter() - start)
+        jax.block_until_ready(state)
+        for _ in range(LAYERS):
+            call(pools, *rest, layer=1)
             for name, own in parts.items():
                 own.append(call.times[name])
-    return [_median_us(alone), *map(_median_us, parts.values())]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return [_median_us(own[LAYERS:]) for own in (alone, *parts.values())]
 
 
 def host_time(device: torch.device, repeat: int) -> Table:
     """What `InPlace` adds on the host."""
-    columns = ["call", "jitted call µs", *("guard µs", "import µs", "run µs", "export µs", "all µs")]
-    table = Table(
-        "host time of one InPlace call, 2 caches, 6 arguments and a number",
-        [*columns, "over the jitted call µs", "target"],
-        [],
-    )
-    row = empty_step(device, repeat)
-    table.rows.append(["add 1 to 64x16", *row, row[-1] - row[0], f"<= {TARGET_US[device.type]}"])
+    columns = ["tensors", "jitted call µs", "guard µs", "import µs", "run µs", "export µs", "all µs"]
+    table = Table("host time of one InPlace call", [*columns, "over the jitted call µs", "target"], [])
+    for caches, arguments in ((1, 1), (2, 6)):
+        row = small_call(device, repeat, caches, arguments)
+        name = f"{caches} cache{'s' * (caches > 1)}, {arguments} argument{'s' * (arguments > 1)}, a number"
+        table.rows.append([name, *row, row[-1] - row[0], f"<= {TARGET_US[device.type]}"])
     return table
 
 

@@ -168,17 +168,17 @@ def _alignment(t: Tensor) -> int:
     return 64 if t.is_cpu else 16
 
 
-def _is_ordinary(t: Tensor, at: Layout) -> bool:
-    """In one look: no row of the table holds. Nearly every tensor is so, and a call has many."""
-    return (
-        type(t) is Tensor
-        and at.plain
-        and t.dtype in _ORDINARY
-        and not (t.requires_grad or t.is_conj() or t.is_neg() or _is_wrapped(t))
-        and (t.is_cpu or t.is_cuda)
-        and t.data_ptr() % _alignment(t) == 0
-        and t.untyped_storage().nbytes() >= _needed_bytes(t, at)
-    )
+def _address(t: Tensor, at: Layout) -> int:
+    """Where a tensor begins for which no row of the table holds: nearly every one, and a call has many. Else 0."""
+    ordinary = type(t) is Tensor and at.plain and t.dtype in _ORDINARY and (t.is_cuda or t.is_cpu)
+    if not ordinary or t.requires_grad or t.is_conj() or t.is_neg():
+        return 0
+    try:
+        begin = t.data_ptr()
+    except RuntimeError:  # wrapped
+        return 0
+    held = t.untyped_storage().nbytes() >= _needed_bytes(t, at)
+    return begin if held and begin % _alignment(t) == 0 else 0
 
 
 class Seen(NamedTuple):
@@ -197,7 +197,9 @@ def examine(where: str, name: Callable[[], str], tensor: Tensor, *, cache: bool 
     """Applies `TABLE` to one tensor, of which errors say `where` and `name()`; `copy=False` refuses what would copy."""
     given, copied, detached = tensor, "", False
     at = given_at = _layout(tensor)
-    for row in () if _is_ordinary(tensor, at) else TABLE:
+    if begin := _address(tensor, at):
+        return Seen(tensor, tensor, at.axes, begin, begin + at.reach * tensor.itemsize, "", False)
+    for row in TABLE:
         if not row.holds(tensor, at):
             continue
         action = row.cache if cache else row.argument
@@ -263,7 +265,8 @@ def on_device(where: str, device: torch.device) -> contextlib.AbstractContextMan
     """The context in which tensors of `device` are exchanged; refuses a CUDA stream that is capturing a graph."""
     if device.type != "cuda":
         return contextlib.nullcontext()
-    context = torch.cuda.device(device)
+    here = device.index == torch.cuda.current_device()
+    context = contextlib.nullcontext() if here else torch.cuda.device(device)
     with context:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -316,24 +319,30 @@ def host_view(base: Tensor) -> np.ndarray:
 # anew for every array, and take ten times as long. Here the streams are ordered once a call.
 
 
-def import_stream(device: torch.device) -> int | None:
-    """JAX's stream for imports, once it waits for all work on torch's current stream; None on a CPU."""
-    if device.type == "cpu":
-        return None
-    stream = jax_device(device).get_stream_for_external_ready_events()
-    torch.cuda.ExternalStream(stream, device).wait_stream(torch.cuda.current_stream(device))
-    return stream
+def import_tensors(tensors: Sequence[Tensor], device: torch.device) -> list[jax.Array]:
+    """JAX arrays on the memory of tensors that passed `examine`, inside `on_device`, for one computation with them all.
+
+    Only the first carries the stream that waits for torch's current one: JAX starts when all inputs are ready.
+    """
+    stream, kind, place = None, _CPU, jax_device(device)
+    if device.type == "cuda":
+        stream, kind = place.get_stream_for_external_ready_events(), _CUDA
+        _external(stream, device).wait_stream(torch.cuda.current_stream(device.index))
+    arrays = []
+    for tensor in tensors:
+        arrays.append(_jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), place, stream, False, kind))
+        stream = None
+    return arrays
 
 
-def import_tensor(tensor: Tensor, stream: int | None) -> jax.Array:
-    """A JAX array on the memory of a tensor that passed `examine`, inside `on_device`; `stream` of `import_stream`."""
-    kind = _CPU if tensor.device.type == "cpu" else _CUDA
-    return _jax.dlpack_managed_tensor_to_buffer(to_dlpack(tensor), jax_device(tensor.device), stream, False, kind)
+@functools.lru_cache(64)
+def _external(stream: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(stream, device)
 
 
 def export_stream(device: torch.device) -> int | None:
     """Torch's current stream as JAX takes it; None on a CPU."""
-    return None if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
+    return None if device.type == "cpu" else torch.cuda.current_stream(device.index).cuda_stream or _LEGACY_STREAM
 
 
 def export_array(array: jax.Array, stream: int | None) -> Tensor:
@@ -379,7 +388,7 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> jax.Array:
         warn("to_jax", [(name, seen._replace(copied="") if copy else seen)])
         jax_device(base.device)
         inverse = sorted(range(base.ndim), key=seen.axes.__getitem__)
-        return import_tensor(base.permute(inverse), import_stream(base.device))
+        return import_tensors([base.permute(inverse)], base.device)[0]
 
 
 def to_torch(array: jax.Array, *, copy: bool | None = None) -> Tensor:

@@ -28,6 +28,7 @@ import jax.core
 import numpy as np
 import torch
 from jax import ShapeDtypeStruct
+from jax._src.config import trace_context  # what `jax.jit` looks at; no public name
 from jax.experimental.layout import Format
 from jax.tree_util import keystr, tree_flatten_with_path
 from torch import Tensor
@@ -61,7 +62,7 @@ class _Key(NamedTuple):
     caches: tuple[_Permuted, ...]
     rest: tuple[_Permuted | type | _Array, ...]
     device: torch.device
-    x64: bool
+    context: Any  # JAX's settings that a trace depends on: x64, the precision of products, the mesh
 
 
 class InPlace:
@@ -138,9 +139,9 @@ class InPlace:
             leaves = [self._leaf(leaf, partial(name, i), device) for i, leaf in enumerate(rest, count)]
             self._refuse_overlaps([*seen, *leaves], count, name)
             specs = tuple([_signature(s) for s in seen]), tuple([_signature(leaf) for leaf in leaves])
-            key = _Key(cache_tree, rest_tree, static, *specs, device, bool(jax.config.jax_enable_x64))
+            key = _Key(cache_tree, rest_tree, static, *specs, device, trace_context())
             run = self._executable(key, strict, name)
-            dlpack.warn(where, [(partial(name, i), s) for i, s in enumerate(leaves, count) if isinstance(s, Seen)])
+            dlpack.warn(where, [(partial(name, i), s) for i, s in enumerate(leaves, count) if _is_noted(s)])
             done = self._run(run, self._import(seen, leaves, device), device)
             outputs = self._export(seen, done, device, strict, name)
         return None if not outputs else outputs[0] if len(outputs) == 1 else outputs
@@ -337,10 +338,8 @@ class InPlace:
             return [dlpack.host_view(cache.base) for cache in seen], [
                 dlpack.host_view(leaf.base) if isinstance(leaf, Seen) else leaf for leaf in leaves
             ]
-        stream = dlpack.import_stream(device)
-        return [dlpack.import_tensor(cache.base, stream) for cache in seen], [
-            dlpack.import_tensor(leaf.base, stream) if isinstance(leaf, Seen) else leaf for leaf in leaves
-        ]
+        arrays = iter(dlpack.import_tensors([s.base for s in (*seen, *leaves) if isinstance(s, Seen)], device))
+        return [next(arrays) for _ in seen], [next(arrays) if isinstance(leaf, Seen) else leaf for leaf in leaves]
 
     def _run(self, run: _Run, arrays: _Arrays, device: torch.device) -> _Done:
         """The new caches and the outputs; on a CPU computed, on a GPU under way."""
@@ -403,6 +402,10 @@ def _signature(leaf: Any) -> Any:
     if isinstance(leaf, _NUMBERS):
         return type(leaf)
     return _Array(leaf.shape, leaf.dtype, leaf.weak_type, leaf.format)
+
+
+def _is_noted(leaf: Any) -> bool:
+    return isinstance(leaf, Seen) and bool(leaf.copied or leaf.detached)
 
 
 def _as_given(array: Any, spec: Any) -> Any:

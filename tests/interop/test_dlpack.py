@@ -467,10 +467,10 @@ def test_the_shortcut_agrees_with_the_table() -> None:
     for make in every:
         tensor = make()
         at = dlpack._layout(tensor)
-        if dlpack._is_ordinary(tensor, at):
+        if dlpack._address(tensor, at):
             ordinary += 1
             assert not any(row.holds(tensor, at) for row in dlpack.TABLE)
-    assert 4 < ordinary < len(every) // 2
+    assert 4 < ordinary < len(every) // 2, "some take it, and some cannot"
 
 
 # ------------------------------------------------------------------------------------------------------------- to_torch

@@ -516,6 +516,11 @@ def test_a_warm_call_traces_nothing() -> None:
         call(pools(), torch.ones(()), layer=0)
     call(pools(), torch.ones(()), layer=0)
     assert len(traces) == 6
+    for _ in range(2):
+        with jax.default_matmul_precision("bfloat16"):  # a setting that a product's trace depends on, as for jax.jit
+            call(pools(), torch.ones(()), layer=0)
+    call(pools(), torch.ones(()), layer=0)
+    assert len(traces) == 7
 
 
 def test_the_least_recently_used_program_goes() -> None:

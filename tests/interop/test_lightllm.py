@@ -26,7 +26,7 @@ HF: dict[str, Any] = dict(
 )
 # Of outputs and states: float32 activations; bfloat16 ones, where a state of one token shows the rounding of its k and v
 # by the convolution; what a bfloat16 state pool adds.
-F32_TOL, BF16_TOL, POOL_TOL = (1e-5, 1e-5), (6e-3, 3e-3), 3e-3
+F32_TOL, BF16_TOL, POOL_TOL = (1e-5, 1e-5), (6e-3, 6e-3), 3e-3
 
 
 def namespace(**attributes: Any) -> types.SimpleNamespace:
