@@ -1,11 +1,14 @@
 """Which implementation of an operator runs here, and why."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 IMPLEMENTATIONS = ("mosaic", "xla")  # in the order of preference; "xla" runs anywhere
+
+KERNEL_DIMS = (64, 128, 256)  # K and V of the recurrent kernels
 
 OPERATORS = (
     "gdn_gating",
@@ -37,36 +40,84 @@ class Explanation(NamedTuple):
         return f"{self.implementation} runs{others}."
 
 
+def _device() -> Any:
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
+
+
 def chip() -> str | None:
     """The CUDA chip to compile for: that of the abstract mesh if one is set, else the default device, else None."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.config.jax_default_device or jax.devices()[0]
-    kind = getattr(device, "device_kind", "")
+    kind = getattr(_device(), "device_kind", "")
     return kind if "NVIDIA" in kind.upper() else None
 
 
-def _obstacle(operator: str, implementation: str) -> str | None:
-    """Why `implementation` cannot run `operator` here; None where it can."""
+def _capability() -> float:
+    """The chip's compute capability; of an abstract device, which does not tell, what the kernels need."""
+    return float(getattr(_device(), "compute_capability", 9.0))
+
+
+def _rule_limits(
+    q: Any = None, v: Any = None, ssm_state: Any = None, num_accepted_tokens: Any = None, **_: Any
+) -> str | None:
+    """What keeps a call of the rule from the recurrent kernels, as far as the arguments are given."""
+    for name, array in dict(q=q, v=v).items():
+        if array is not None and array.shape[-1] not in KERNEL_DIMS:
+            sizes = ", ".join(map(str, KERNEL_DIMS))
+            return f"its kernel takes head dimensions of {sizes}, and `{name}` has {array.shape[-1]}"
+    if q is not None and v is not None and v.shape[-2] > 8 * q.shape[-2]:
+        return f"its kernel takes up to 8 value heads a key head, and there are {v.shape[-2] // q.shape[-2]}"
+    for name, array in dict(v=v, ssm_state=ssm_state, num_accepted_tokens=num_accepted_tokens).items():
+        if array is not None and 0 in array.shape:
+            return f"`{name}` is empty"
+    return None
+
+
+# What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
+_LIMITS: dict[str, Callable[..., str | None]] = {
+    "recurrent_gated_delta_rule": _rule_limits,
+    "mtp_gated_delta_rule": _rule_limits,
+}
+
+
+_POSITIONAL = dict.fromkeys(_LIMITS, ("q", "k", "v", "g", "beta"))
+
+
+def _obstacle(operator: str, implementation: str, arguments: dict[str, Any]) -> str | None:
+    """Why `implementation` cannot run `operator` on these arguments here; None where it can."""
     if implementation == "xla":
         return None
     if chip() is None:
         return "it needs an NVIDIA GPU, and the default device is none"
-    return f"there is no Mosaic kernel for {operator} yet"
+    if operator not in _LIMITS:
+        return f"there is no Mosaic kernel for {operator} yet"
+    if (capability := _capability()) < 9:
+        return f"its kernel needs compute capability 9.0 (Hopper), and this device has {capability}"
+    return _LIMITS[operator](**arguments)
 
 
-def choose(operator: str, implementation: str | None) -> str:
-    """The name of the implementation to run: the one asked for, or the first that can.
+def choose(operator: str, implementation: str | None, **arguments: Any) -> str:
+    """The name of the implementation to run on `arguments`: the one asked for, or the first that can.
 
     Raises:
         ValueError: a name that does not exist, or that cannot run here.
     """
     if implementation is None:
-        return next(name for name in IMPLEMENTATIONS if _obstacle(operator, name) is None)
+        return next(name for name in IMPLEMENTATIONS if _obstacle(operator, name, arguments) is None)
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(f"'{name}'" for name in sorted(IMPLEMENTATIONS, reverse=True))
         raise ValueError(f"{operator}: `implementation` is {implementation!r}, expected None, {names}.")
-    if (why := _obstacle(operator, implementation)) is not None:
+    if (why := _obstacle(operator, implementation, arguments)) is not None:
         raise ValueError(f"{operator}: `implementation` is {implementation!r}, which cannot run here: {why}.")
     return implementation
+
+
+def run(implementation: str, name: str, plain: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    """`plain(*args)`, the XLA form, or the kernel `gdn_jax.mosaic.<name>.<name>(*args, **static)`, as `choose` has chosen."""
+    if implementation == "xla":
+        return plain(*args)
+    from gdn_jax import mosaic  # only where it is needed: Pallas takes a second to import
+
+    kernel = getattr(getattr(mosaic, name), name)
+    return mosaic.common.beside_xla(functools.partial(kernel, **static), plain, *args)
 
 
 def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:
@@ -74,7 +125,7 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
 
     Args:
         op: an operator or layer function of gdn_jax, or its name.
-        args: the positional arguments of the call. No reason depends on them yet.
+        args: the positional arguments of the call; sizes and dtypes are looked at, as far as they are given.
         kwargs: its keyword arguments, likewise.
 
     Returns:
@@ -91,6 +142,7 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     operator = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if operator not in OPERATORS:
         raise ValueError(f"explain: `op` is {operator!r}, expected one of {', '.join(OPERATORS)}.")
-    chosen = choose(operator, None)
-    others = {name: _obstacle(operator, name) for name in IMPLEMENTATIONS if name != chosen}
+    named = dict(zip(_POSITIONAL.get(operator, ()), args)) | kwargs
+    chosen = choose(operator, None, **named)
+    others = {name: _obstacle(operator, name, named) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation(chosen, {name: why or f"{chosen} comes first" for name, why in others.items()})

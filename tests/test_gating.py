@@ -64,7 +64,8 @@ def test_dtypes_mean_float32_arithmetic(dtype: Any) -> None:
     for x, want in zip(got, reference.gdn_gating(**inputs)):
         close_everywhere(x, want)
     for x, y in zip(got, gdn_gating(**{name: x.astype(np.float32) for name, x in inputs.items()})):
-        same(x, y)
+        assert x.dtype == y.dtype
+        np.testing.assert_array_max_ulp(np.asarray(x), np.asarray(y), maxulp=2)  # two programs
 
 
 def test_leading_axes_and_empty_ones() -> None:

@@ -7,12 +7,12 @@ from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 from gdn_jax.ops.recurrent import rule_inputs, rule_scale
 from gdn_jax.varlen import resolve_verify, sequences, stacked
 
 
-@functools.partial(jax.jit, static_argnames=("use_qk_l2norm",))
+@functools.partial(jax.jit, static_argnames=("implementation", "use_qk_l2norm"))
 def _run(
     q: Array,
     k: Array,
@@ -27,6 +27,7 @@ def _run(
     query_start_loc: Array,
     *,
     scale: Array,
+    implementation: str,
     use_qk_l2norm: bool,
 ) -> tuple[Array, Array]:
     pool, at = stacked(ssm_state, layer)
@@ -40,17 +41,22 @@ def _run(
         num_accepted_tokens=num_accepted_tokens,
         query_start_loc=query_start_loc,
     )
-    starts, lengths = sequences(query_start_loc, num_tokens)
-    batch = resolve_verify(
-        starts=starts,
-        lengths=lengths,
-        num_slots=num_slots,
-        num_layers=num_layers,
-        layer=at,
-        read_indices=read_indices,
-        num_accepted_tokens=num_accepted_tokens,
-    )
-    o, pool = xla.mtp.mtp(q, k, v, g, beta, pool, write_indices, batch, scale=scale, use_qk_l2norm=use_qk_l2norm)
+
+    def on_xla(q, k, v, g, beta, pool, read, write, accepted, loc, at, scale):
+        starts, lengths = sequences(loc, num_tokens)
+        batch = resolve_verify(
+            starts=starts,
+            lengths=lengths,
+            num_slots=num_slots,
+            num_layers=num_layers,
+            layer=at,
+            read_indices=read,
+            num_accepted_tokens=accepted,
+        )
+        return xla.mtp.mtp(q, k, v, g, beta, pool, write, batch, scale=scale, use_qk_l2norm=use_qk_l2norm)
+
+    arguments = (q, k, v, g, beta, pool, read_indices, write_indices, num_accepted_tokens, query_start_loc, at, scale)
+    o, pool = run(implementation, "mtp", on_xla, *arguments, use_qk_l2norm=use_qk_l2norm)
     return o, pool if layer is not None else pool[0]
 
 
@@ -121,6 +127,7 @@ def mtp_gated_delta_rule(
         raise ValueError(f"{this}: `read_indices` has mtp_step + 1 = 0, expected at least 1.")
     write = checks.needed_index(this, "write_indices", write_indices, num_sequences=n, **{"mtp_step + 1": longest})
     accepted = checks.needed_index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n)
-    choose(this, implementation)
+    chosen = choose(this, implementation, q=q, v=v, ssm_state=ssm_state, num_accepted_tokens=accepted)
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
-    return _run(q, k, v, g, beta, ssm_state, at, read, write, accepted, starts, scale=scale, use_qk_l2norm=norm)
+    options = dict(scale=scale, implementation=chosen, use_qk_l2norm=norm)
+    return _run(q, k, v, g, beta, ssm_state, at, read, write, accepted, starts, **options)

@@ -9,7 +9,7 @@ from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 from gdn_jax.varlen import resolve, stacked
 
 
@@ -37,7 +37,7 @@ def rule_scale(this: str, scale: Any, k_dim: int) -> Array:
     return jnp.float32(k_dim**-0.5) if scale is None else checks.number(this, "scale", scale)
 
 
-@functools.partial(jax.jit, static_argnames=("use_qk_l2norm",))
+@functools.partial(jax.jit, static_argnames=("implementation", "use_qk_l2norm"))
 def _run(
     q: Array,
     k: Array,
@@ -48,15 +48,30 @@ def _run(
     layer: Array | None,
     *,
     scale: Array,
+    implementation: str,
     use_qk_l2norm: bool,
     **indices: Any,
 ) -> tuple[Array, Array]:
     pool, at = stacked(ssm_state, layer)
     n, (num_layers, num_slots) = v.shape[0], pool.shape[:2]
     checks.debug_check("recurrent_gated_delta_rule", num_slots=num_slots, num_tokens=n, **indices)
-    starts, lengths = jnp.arange(n, dtype=jnp.int32), jnp.ones(n, jnp.int32)
-    batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices)
-    o, pool = xla.recurrent.recurrent(q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm)
+
+    def on_xla(q, k, v, g, beta, pool, slots, has, at, scale):
+        batch = resolve(
+            starts=jnp.arange(n, dtype=jnp.int32),
+            lengths=jnp.ones(n, jnp.int32),
+            num_slots=num_slots,
+            num_layers=num_layers,
+            layer=at,
+            state_indices=slots,
+            has_initial_state=has,
+        )
+        return xla.recurrent.recurrent(q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm)
+
+    slots = indices["state_indices"]
+    slots = jnp.arange(n, dtype=jnp.int32) if slots is None else slots
+    arguments = (q, k, v, g, beta, pool, slots, indices["has_initial_state"], at, scale)
+    o, pool = run(implementation, "recurrent", on_xla, *arguments, use_qk_l2norm=use_qk_l2norm)
     return o, pool if layer is not None else pool[0]
 
 
@@ -123,6 +138,6 @@ def recurrent_gated_delta_rule(
         state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
         has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
     )
-    choose(this, implementation)
+    chosen = choose(this, implementation, q=q, v=v, ssm_state=ssm_state)
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
-    return _run(q, k, v, g, beta, ssm_state, at, scale=scale, use_qk_l2norm=norm, **indices)
+    return _run(q, k, v, g, beta, ssm_state, at, scale=scale, implementation=chosen, use_qk_l2norm=norm, **indices)

@@ -1,0 +1,146 @@
+"""What the Mosaic kernels share. Every use of private or undocumented names of Pallas is in this file.
+
+A tile is `[K, vb]` of a state, one CTA of 4 warps each. A thread holds vectors of neighbouring columns (16 bytes where it
+comes from shared memory) in several rows, so that a sum over K is a sum in the thread and over some lanes of its warp.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.mosaic.gpu import fragmented_array as fa
+from jax.typing import DTypeLike
+
+f32, i32 = jnp.float32, jnp.int32
+
+
+def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
+    layout = fa.TiledLayout(fa.Tiling(tiling), warps, lanes, -1, _check_canonical=False).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def direct_layout(vb: int, dtype: DTypeLike) -> Any:
+    """A tile read straight from global memory.
+
+    The 4 warps on columns; of 16-bit states 2 of them on rows and vectors of 4, so that each thread has enough loads in
+    flight (their sums cross warps).
+    """
+    size = jnp.dtype(dtype).itemsize
+    across = 2 if size == 2 else 1  # warps on rows
+    vec = 4
+    cols = vb * across // 4
+    rows = 32 // (cols // vec)
+    if across == 1:
+        return _tiled(((rows, vb), (rows, cols), (1, vec)), (-5,), (-4, -3))
+    return _tiled(((across * rows, vb), (rows, cols), (1, vec)), (-6, -5), (-4, -3))
+
+
+def swizzled_layout(vb: int, dtype: DTypeLike) -> Any:
+    """A tile in shared memory under `swizzled`: 8 lanes that follow each other never meet in a bank."""
+    vec = 16 // jnp.dtype(dtype).itemsize
+    cols = vb // 4
+    across = cols // vec  # lanes on columns
+    rows = 32 // across
+    if across < 8:
+        return _tiled(((rows, vb), (8, cols), (across, vec)), (-5,), (-6, -2, -4, -3))
+    return _tiled(((rows, vb), (rows, cols), (1, vec)), (-5,), (-4, -3))
+
+
+def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
+    """The transforms of a tile in shared memory."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
+
+
+def rule_step(
+    m: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, scale: Array, norm: bool, layout: Any
+) -> tuple[Array, Array]:
+    """One token on a tile: `m` `[K, vb]`, raw `q`, `k` `[K]`, `v` `[vb]`, the rest scalars, all float32.
+
+    Both sums over K read the tile before its decay, in one pass, and the norms of q and k are factors of the sums:
+    with a = M^T k and b = M^T q,   u = beta (v - e^g a / |k|) / |k|,   M' = e^g M + k u^T,   o = (e^g b + (k . q) u) / |q|.
+    """
+
+    def rows(x: Array) -> Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, m.shape, (0,)), layout)
+
+    def columns(x: Array) -> Array:
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, m.shape, (1,)), layout)
+
+    def over_rows(x: Array) -> Array:
+        return plgpu.layout_cast(jnp.sum(x, axis=0), layout.reduce(0))
+
+    ks, a, b = rows(k), over_rows(m * rows(k)), over_rows(m * rows(q))
+    k_factor = lax.rsqrt(jnp.sum(k * k) + 1e-6) if norm else f32(1)
+    q_factor = scale * lax.rsqrt(jnp.sum(q * q) + 1e-6) if norm else scale
+    u = (v - a * (decay * k_factor)) * (beta * k_factor)
+    return m * decay + ks * columns(u), (b * decay + u * jnp.sum(k * q)) * q_factor
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """A vector from global or shared memory in `layout`, as float32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
+
+
+def launch(
+    body: Callable[..., None],
+    name: str,
+    grid: dict[str, int],
+    inputs: Sequence[Array],
+    pools: Sequence[Array],
+    out: jax.ShapeDtypeStruct,
+    scratch: Sequence[Any] = (),
+) -> tuple[Array, tuple[Array, ...]]:
+    """Runs `body(*inputs, *pools, out, *scratch)` on a grid; the pools are updated in their own memory if it is donated.
+
+    No barriers between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
+    """
+
+    def kernel(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), *scratch)
+
+    call: Any = pl.kernel(
+        kernel,
+        out_type=(out,),
+        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096
+        ),
+        name=name,
+    )
+    refs = [jax.new_ref(pool, memory_space=plgpu.GMEM) for pool in pools]
+    (result,) = call(*inputs, *refs)
+    return result, tuple(jax.freeze(ref) for ref in refs)
+
+
+def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
+    """`fast(*args)` on CUDA, and `plain(*args)`, which computes the same, wherever a kernel cannot go.
+
+    That is another platform at lowering, `vmap` (a kernel has no batching rule), and the backward pass.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def batched(*args: Any) -> Any:
+        return lax.platform_dependent(*args, cuda=fast, default=plain)
+
+    @batched.def_vmap
+    def _(axis_size: int, in_batched: Sequence[Any], *args: Any) -> Any:
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, list(in_batched))
+        out = jax.vmap(plain, in_axes=tuple(axes), axis_size=axis_size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    @jax.custom_vjp
+    def differentiable(*args: Any) -> Any:
+        return batched(*args)
+
+    def backward(args: Any, cotangents: Any) -> Any:
+        return jax.vjp(plain, *args)[1](cotangents)
+
+    differentiable.defvjp(lambda *args: (batched(*args), args), backward)
+    return differentiable(*args)
