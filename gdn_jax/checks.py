@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental import checkify
 
 from gdn_jax.types import ACTIVATIONS, GDNConfig, GDNState, GDNWeights
-from gdn_jax.varlen import narrow
+from gdn_jax.varlen import inside, narrow, where_inside
 
 type ArrayLike = Array | np.ndarray
 
@@ -331,6 +331,7 @@ def debug_check(
     max_accepted: int = 1,
     max_length: int | None = None,
     writes: bool = True,
+    slots_name: str = "state_indices",
 ) -> None:
     """The rules of `check_batch` on traced values, as `checkify` debug checks: they cost nothing unless checkified."""
     n = query_start_loc.shape[0] - 1 if query_start_loc is not None else num_tokens
@@ -353,7 +354,7 @@ def debug_check(
         message = f"{function}: `{name}` is {{x}}, expected {expected}."
         checkify.debug_check(jnp.all(ok | ~live), message, x=values)
 
-    each(slots < num_slots, "state_indices", slots, f"less than num_slots={num_slots}")
+    each(slots < num_slots, slots_name, slots, f"less than num_slots={num_slots}")
     if state_indices is not None and n and writes:
         written = _distinct(function, "state_indices", slots, live, num_slots)
         if initial_state_indices is not None:
@@ -383,16 +384,31 @@ def debug_check_verify(
     if n == 0:
         return
     column = jnp.clip(num_accepted_tokens - 1, 0, longest - 1)
+    read = jnp.take_along_axis(read_indices, column[:, None], axis=1)[:, 0]
     debug_check(
         function,
         num_slots=num_slots,
         num_tokens=num_tokens,
-        state_indices=jnp.take_along_axis(read_indices, column[:, None], axis=1)[:, 0],
+        state_indices=read,
         query_start_loc=query_start_loc,
         num_accepted_tokens=num_accepted_tokens,
         max_accepted=longest,
         max_length=longest,
         writes=False,
+        slots_name="read_indices",
     )
-    used = jnp.arange(longest) < jnp.diff(query_start_loc)[:, None]
-    _distinct(function, "write_indices", write_indices, used, num_slots)
+    sequence, lengths = jnp.arange(n, dtype=jnp.int32), jnp.diff(query_start_loc)
+    live = (lengths <= longest) & (num_accepted_tokens == column + 1) & inside(read, num_slots)
+    used = (jnp.arange(longest) < lengths[:, None]) & live[:, None]
+    # Who writes what, in the order of the slots; a sequence may write a slot twice, two may not.
+    written = jnp.where(used, where_inside(write_indices, num_slots), -1).ravel()
+    order = jnp.argsort(written, stable=True)
+    written, writer = written[order], jnp.repeat(sequence, longest)[order]
+    twice = (written[1:] == written[:-1]) & (writer[1:] != writer[:-1]) & (written[1:] >= 0)
+    message = f"{function}: `write_indices` is {{x}}, expected no slot that two sequences write."
+    checkify.debug_check(~jnp.any(twice), message, x=write_indices)
+    first, last = jnp.searchsorted(written, read), jnp.searchsorted(written, read, side="right") - 1
+    first = jnp.minimum(first, written.size - 1)
+    by_another = (written[first] == read) & ((writer[first] != sequence) | (writer[last] != sequence))
+    message = f"{function}: `read_indices` is {{x}}, expected no slot that another sequence writes."
+    checkify.debug_check(~jnp.any(by_another & live & (lengths > 0)), message, x=read)

@@ -1,7 +1,8 @@
 """Which implementation of an operator runs here, and why."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +82,7 @@ _LIMITS: dict[str, Callable[..., str | None]] = {
 _POSITIONAL = dict.fromkeys(_LIMITS, ("q", "k", "v", "g", "beta"))
 
 
-def _obstacle(operator: str, implementation: str, arguments: dict[str, Any]) -> str | None:
+def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) -> str | None:
     """Why `implementation` cannot run `operator` on these arguments here; None where it can."""
     if implementation == "xla":
         return None
@@ -91,11 +92,11 @@ def _obstacle(operator: str, implementation: str, arguments: dict[str, Any]) -> 
         return f"there is no Mosaic kernel for {operator} yet"
     if (capability := _capability()) < 9:
         return f"its kernel needs compute capability 9.0 (Hopper), and this device has {capability}"
-    return _LIMITS[operator](**arguments)
+    return _LIMITS[operator](**{name: x for name, x in arguments.items() if hasattr(x, "shape")})
 
 
-def choose(operator: str, implementation: str | None, **arguments: Any) -> str:
-    """The name of the implementation to run on `arguments`: the one asked for, or the first that can.
+def choose(operator: str, implementation: str | None, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The name of the implementation to run on `arguments` (by name): the one asked for, or the first that can.
 
     Raises:
         ValueError: a name that does not exist, or that cannot run here.
@@ -143,6 +144,6 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     if operator not in OPERATORS:
         raise ValueError(f"explain: `op` is {operator!r}, expected one of {', '.join(OPERATORS)}.")
     named = dict(zip(_POSITIONAL.get(operator, ()), args)) | kwargs
-    chosen = choose(operator, None, **named)
+    chosen = choose(operator, None, named)
     others = {name: _obstacle(operator, name, named) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation(chosen, {name: why or f"{chosen} comes first" for name, why in others.items()})

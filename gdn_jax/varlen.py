@@ -35,7 +35,8 @@ class Batch(NamedTuple):
 
 def narrow(index: Array | np.ndarray) -> Array:
     """An integer array as int32, saturated: what does not fit stays outside every pool. Negative values become -1."""
-    least, most = np.iinfo(index.dtype).min, np.iinfo(index.dtype).max
+    limits = jnp.iinfo(index.dtype)  # numpy's own does not know int4
+    least, most = int(limits.min), int(limits.max)
     xp = jnp if isinstance(index, Array) else np
     if most > INT32_MAX:  # also judged before narrowing: uint32, int64, uint64
         index = xp.clip(index, max(least, -1), INT32_MAX)

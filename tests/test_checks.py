@@ -759,7 +759,14 @@ def test_checkify_mtp_rule() -> None:
     unused = ROWS.copy()
     unused[0, 2] = 6  # sequence 0 has two tokens: its third column is not written
     assert report(dict(write_indices=unused)) is None
+    again, padding, foreign = ROWS.copy(), ROWS.copy(), ROWS.copy()
+    again[0, 1] = 0
+    assert report(dict(write_indices=again)) is None, "one sequence may write a slot after both of its tokens"
+    padding[2] = -1
+    assert report(dict(write_indices=twice, read_indices=padding)) is None, "padding writes nothing"
+    foreign[0, CALLS["mtp_gated_delta_rule"]["num_accepted_tokens"][0] - 1] = 6  # which sequence 2 writes
     for name, changes in {
+        "`read_indices` is": dict(read_indices=foreign),
         "query_start_loc": dict(query_start_loc=ints(0, 3, 2, 5)),
         "at most 3 tokens": dict(query_start_loc=ints(0, 4, 4, 6)),
         "num_accepted_tokens": dict(num_accepted_tokens=ints(1, 1, 4)),

@@ -133,6 +133,7 @@ def test_narrow(wrap: Any) -> None:
     """int32 with saturation; what is outside every pool stays outside."""
     same(varlen.narrow(wrap(np.array([-5, 0, 7], np.int8))), np.array([-5, 0, 7], INT))
     same(varlen.narrow(wrap(np.array([0, 255], np.uint8))), np.array([0, 255], INT))
+    same(varlen.narrow(wrap(np.array([-8, 7]).astype(jnp.int4))), np.array([-8, 7], INT))
     same(varlen.narrow(wrap(np.array([3, 2**32 - 1], np.uint32))), np.array([3, 2**31 - 1], INT))
     assert varlen.narrow(wrap(np.array([2**31 - 1], INT)))[0] == 2**31 - 1
 

@@ -127,7 +127,7 @@ def mtp_gated_delta_rule(
         raise ValueError(f"{this}: `read_indices` has mtp_step + 1 = 0, expected at least 1.")
     write = checks.needed_index(this, "write_indices", write_indices, num_sequences=n, **{"mtp_step + 1": longest})
     accepted = checks.needed_index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n)
-    chosen = choose(this, implementation, q=q, v=v, ssm_state=ssm_state, num_accepted_tokens=accepted)
+    chosen = choose(this, implementation, dict(q=q, v=v, ssm_state=ssm_state, num_accepted_tokens=accepted))
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
     options = dict(scale=scale, implementation=chosen, use_qk_l2norm=norm)
     return _run(q, k, v, g, beta, ssm_state, at, read, write, accepted, starts, **options)

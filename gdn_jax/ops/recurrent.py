@@ -138,6 +138,6 @@ def recurrent_gated_delta_rule(
         state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
         has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
     )
-    chosen = choose(this, implementation, q=q, v=v, ssm_state=ssm_state)
+    chosen = choose(this, implementation, dict(q=q, v=v, ssm_state=ssm_state))
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
     return _run(q, k, v, g, beta, ssm_state, at, scale=scale, implementation=chosen, use_qk_l2norm=norm, **indices)
