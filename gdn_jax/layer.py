@@ -192,6 +192,12 @@ def copy_slots(state: GDNState, src: ArrayLike, dst: ArrayLike, config: GDNConfi
     return _copy(state, source, target, config, stacked)
 
 
+def _split(mixed_qkvzba: Array, valid: Array, config: GDNConfig) -> tuple[Array, Array, Array, Array]:
+    """`split_qkvzba` with padding zeroed before anything is computed from it; z is handed back as it came."""
+    mixed_qkv, _, b, a = split_qkvzba(jnp.where(valid[:, None], mixed_qkvzba, 0), config)
+    return mixed_qkv, split_qkvzba(mixed_qkvzba, config)[1], b, a
+
+
 def _output(
     o: Array,
     z: Array,
@@ -239,9 +245,7 @@ def _packed(
         **indices,
     )
     valid = token_table(batch, num_tokens)[0]
-    # Padding is zeroed before anything is computed from it: its values reach no result and no gradient.
-    mixed_qkv, _, b, a = split_qkvzba(jnp.where(valid[:, None], mixed_qkvzba, 0), config)
-    z = split_qkvzba(mixed_qkvzba, config)[1]
+    mixed_qkv, z, b, a = _split(mixed_qkvzba, valid, config)
     common: dict[str, Any] = dict(query_start_loc=query_start_loc, layer=layer, implementation=implementation)
     convolve = causal_conv1d_update if verify else causal_conv1d
     y, conv = convolve(
@@ -288,8 +292,7 @@ def _decode(
     valid = where_inside(jnp.arange(n, dtype=jnp.int32) if slots is None else slots, num_slots) >= 0
     if layer is not None:
         valid &= where_inside(layer, state.conv.shape[0]) >= 0
-    mixed_qkv, _, b, a = split_qkvzba(jnp.where(valid[:, None], mixed_qkvzba, 0), config)
-    z = split_qkvzba(mixed_qkvzba, config)[1]
+    mixed_qkv, z, b, a = _split(mixed_qkvzba, valid, config)
     common: dict[str, Any] = dict(layer=layer, implementation=implementation, **indices)
     w = weights
     y, conv = causal_conv1d_update(

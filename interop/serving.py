@@ -60,42 +60,17 @@ def _gdn_calls(config: GDNConfig, eps: float) -> tuple[InPlace, InPlace]:
     """The prefill and the decode call over torch tensors; kept, so that a second server compiles nothing."""
 
     def prefill(state: GDNState, weights, norm_weight, mixed, slots, starts, has_state):
-        out = gdn_prefill(
-            weights,
-            state,
-            mixed,
-            config=config,
-            query_start_loc=starts,
-            state_indices=slots,
-            has_initial_state=has_state,
-            norm_weight=norm_weight,
-            norm_eps=eps,
-        )
+        common: dict[str, Any] = dict(config=config, state_indices=slots, norm_weight=norm_weight, norm_eps=eps)
+        out = gdn_prefill(weights, state, mixed, query_start_loc=starts, has_initial_state=has_state, **common)
         return out.state, out.o
 
     def decode(state: GDNState, weights, norm_weight, mixed, slots, starts, accepted):
+        common: dict[str, Any] = dict(config=config, state_indices=slots, norm_weight=norm_weight, norm_eps=eps)
         if config.mtp_step == 0:
-            out = gdn_decode(
-                weights,
-                state,
-                mixed,
-                config=config,
-                state_indices=slots,
-                norm_weight=norm_weight,
-                norm_eps=eps,
-            )
-            return out.state, out.o
-        out = gdn_mtp_decode(
-            weights,
-            state,
-            mixed,
-            config=config,
-            state_indices=slots,
-            num_accepted_tokens=accepted,
-            query_start_loc=starts,
-            norm_weight=norm_weight,
-            norm_eps=eps,
-        )
+            out = gdn_decode(weights, state, mixed, **common)
+        else:
+            verify = dict(num_accepted_tokens=accepted, query_start_loc=starts)
+            out = gdn_mtp_decode(weights, state, mixed, **verify, **common)
         return out.state, out.o
 
     return InPlace(prefill), InPlace(decode)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gdn_jax.varlen import Batch, Chunks, chunk_table
-from gdn_jax.xla.common import dot, f32, l2norm, per_v_head, read_row, round_to, vary_like, write_row
+from gdn_jax.xla.common import dot, f32, l2norm, masked, per_v_head, read_row, round_to, vary_like, write_row
 from gdn_jax.xla.recurrent import recurrent
 
 BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
@@ -67,14 +67,8 @@ def tile(
     Returns the state after it and `o` `[C, HV, V]` (zeros behind `count`), float32.
     """
     size, num_v_heads = v.shape[:2]
-
-    def masked(x: Array) -> Array:
-        return jnp.where((jnp.arange(size) < count).reshape(-1, *[1] * (x.ndim - 1)), x, 0)
-
-    def heads_first(x: Array) -> Array:
-        return masked(x).astype(f32).swapaxes(0, 1)
-
-    q, k, v, g, beta = (heads_first(x) for x in (q, k, v, g, beta))
+    valid = jnp.arange(size) < count
+    q, k, v, g, beta = (masked(x, valid).astype(f32).swapaxes(0, 1) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     q, g, beta = q * scale, jnp.maximum(g, LEAST_G), beta[..., None]
@@ -94,7 +88,7 @@ def tile(
     u = dot(inverse, beta * (v - dot(since_start * k, m)))
     o = dot(since_start * q, m) + dot(decay * qk, u)
     m = since_start[:, -1:] * m + dot(to_end * k, u, (1, 1))
-    return m, masked(o.swapaxes(0, 1))  # also where the state is not finite: these rows may be padding
+    return m, masked(o.swapaxes(0, 1), valid)  # also where the state is not finite: these rows may be padding
 
 
 Carry = tuple[Array, Array, Array]  # pool, o, and the state `[HV, K, V]` between two chunks

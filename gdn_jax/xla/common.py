@@ -34,6 +34,14 @@ def vary_like(x: Array, *others: Array) -> Array:
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
+def masked(x: Array, valid: Array) -> Array:
+    """`x` with zeros in the rows of padding: `valid` is bool over the first axis.
+
+    It comes before anything is computed from `x`, so that neither a value nor a gradient sees what stands in padding.
+    """
+    return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+
 def l2norm(x: Array) -> Array:
     """`x / sqrt(sum(x ** 2) + 1e-6)` over the last axis, float32."""
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

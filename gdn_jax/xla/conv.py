@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gdn_jax.varlen import Batch, token_table
-from gdn_jax.xla.common import f32, round_to
+from gdn_jax.xla.common import f32, masked, round_to
 
 
 def conv(
@@ -44,7 +44,7 @@ def conv(
         history = jnp.take_along_axis(rows, column, axis=2, mode="clip").transpose(0, 2, 1)
 
     valid, position = token_table(batch, num_tokens)
-    inputs = jnp.where(valid[:, None], x, 0).astype(f32)
+    inputs = masked(x, valid).astype(f32)
     y = jnp.zeros((), f32) if bias is None else bias.astype(f32)
     for back in range(columns, -1, -1):
         shifted = jnp.pad(inputs, ((back, 0), (0, 0)))[:num_tokens]
@@ -57,7 +57,7 @@ def conv(
     token = jnp.where(head < batch.lengths[:, None], batch.starts[:, None] + head, num_tokens)
     y = y.at[token].add(from_history, mode="drop")
     y = y if activation is None else jax.nn.silu(y)
-    y = round_to(jnp.where(valid[:, None], y, 0), x.dtype)
+    y = round_to(masked(y, valid), x.dtype)
 
     def window(first: Array, size: int) -> Array:
         """Entries `first[n] + j`, j < size, of history ++ x of each sequence, zeros behind the end: `[N, D, size]`, float32."""

@@ -4,18 +4,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gdn_jax.varlen import Batch
-from gdn_jax.xla.common import f32, l2norm, per_v_head, read_row, round_to, rule_step, vary_like, write_row
+from gdn_jax.xla.common import f32, l2norm, masked, per_v_head, read_row, round_to, rule_step, vary_like, write_row
 
 
 def tokens(
     q: Array, k: Array, v: Array, g: Array, beta: Array, valid: Array, scale: Array, use_qk_l2norm: bool
 ) -> tuple[Array, Array, Array, Array, Array]:
     """The float32 arguments of `rule_step` for many tokens: q scaled, q and k `[T, HV, K]`; zeros where `valid` `[T]` is not."""
-
-    def masked(x: Array) -> Array:  # before anything is computed from it: also gradients must not see the padding
-        return jnp.where(valid.reshape(-1, *[1] * (x.ndim - 1)), x, 0).astype(f32)
-
-    q, k, v, g, beta = (masked(x) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (masked(x, valid).astype(f32) for x in (q, k, v, g, beta))
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     return per_v_head(q * scale, v.shape[1], 1), per_v_head(k, v.shape[1], 1), v, g, beta
