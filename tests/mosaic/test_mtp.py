@@ -148,7 +148,6 @@ def test_every_tile_lowers_in_place(dtypes: Any) -> None:
 
         text = lowered(step, pool, arrays, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
         assert text.count("mosaic_gpu_v2") == 1 and "tf.aliasing_output" in text, (n, K, V)
-        assert "stablehlo.while" not in text, (n, K, V)
 
 
 def test_explain() -> None:
