@@ -150,8 +150,13 @@ def flag(function: str, name: str, value: Any) -> bool:
 
 
 def number(function: str, name: str, value: Any) -> Array:
-    """Checks a real number, or a scalar array; returns it as a float32 scalar."""
-    if isinstance(value, Array | np.ndarray):
+    """Checks a real number, or a scalar array; returns it as a float32 scalar.
+
+    A Python number that was traced is a number still: with x64 on it is a weak float64 inside `jit`.
+    """
+    if getattr(value, "weak_type", False) and value.ndim == 0 and value.dtype.kind in "if":
+        pass
+    elif isinstance(value, Array | np.ndarray):
         check_array(function, name, value)
         check_shape(function, name, value)
     elif isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):

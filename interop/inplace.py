@@ -213,6 +213,16 @@ class InPlace:
         if leaf.is_deleted() or leaf.devices() != {dlpack.jax_device(device)}:
             what = "was deleted or donated" if leaf.is_deleted() else f"is on {leaf.devices()}"
             raise ValueError(f"{self._where}: `{name()}` {what}, expected a live array on {device}.")
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"{self._where}: `{name()}` has dtype {leaf.dtype}, expected one with memory of its own; of a random key "
+                "that is `jax.random.key_data`."
+            )
+        if leaf.dtype != jax.dtypes.canonicalize_dtype(leaf.dtype):
+            raise ValueError(
+                f"{self._where}: `{name()}` is a JAX array of dtype {leaf.dtype} while jax_enable_x64 is off, expected at "
+                "most 32 bits (complex: 64), or x64 on."
+            )
         return leaf
 
     def _refuse_overlaps(self, leaves: list[Any], count: int, name: _Name) -> None:

@@ -254,6 +254,13 @@ def test_static_options_of_the_rule(function: str) -> None:
     refused(TypeError, ["`scale` is True", "bool", "number"], function, scale=True)
     refused(ValueError, ["`scale` has shape (1,)", "expected ()"], function, scale=np.ones(1, F32))
     refused(TypeError, ["`scale` has dtype float64"], function, scale=np.ones((), np.float64))
+    arrays = {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in CALLS[function].items()}
+    want = getattr(gdn_jax, function)(**arrays | {"scale": 0.5})
+    with jax.enable_x64(True):  # a number that `jit` traces is a weak float64 there, and a number all the same
+        got = jax.jit(lambda scale: getattr(gdn_jax, function)(**arrays | {"scale": scale}))(0.5)
+    for x, y in zip(got, want, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
 
 
 def test_chunk_size() -> None:

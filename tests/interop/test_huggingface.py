@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 import torch
 from torch import Tensor, nn
@@ -150,6 +151,11 @@ def test_inference_mode() -> None:
         want = generate(model, tokens)
         got = generate(replace_gated_delta_net(model), tokens)
     assert torch.equal(got.sequences, want.sequences)
+
+
+def test_with_x64_on() -> None:
+    with jax.enable_x64(True):
+        same_run(build(), pieces(5, 1))
 
 
 def test_beam_search_and_a_static_cache() -> None:

@@ -392,6 +392,21 @@ def test_devices_must_agree() -> None:
         InPlace(lambda c, x: (c,))(torch.zeros(1), gone)
 
 
+def test_jax_arrays_that_cannot_pass() -> None:
+    cache, call = torch.zeros(4), InPlace(lambda c, x: (c + 1,))
+    with pytest.raises(TypeError, match=r"`x` has dtype key<fry>, expected .*key_data"):
+        call(cache, jax.random.key(0))
+    with jax.enable_x64(True):
+        wide = jnp.arange(4)
+    with pytest.raises(ValueError, match="`x` is a JAX array of dtype int64 while jax_enable_x64 is off"):
+        call(cache, wide)
+    assert not cache.any() and not call._executables
+    with jax.enable_x64(True):
+        call(cache, wide)
+    call(cache, jax.random.key_data(jax.random.key(0)))
+    assert (cache == 2).all()
+
+
 def test_strict_on_cpu_says_why() -> None:
     cache = torch.zeros(3)
     with pytest.raises(ValueError, match=r"`strict` is True with caches on the CPU.*JAX copies a donated import"):
