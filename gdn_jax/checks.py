@@ -4,7 +4,7 @@ Every message has the form "function: `argument` is or has X, expected Y."
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental import checkify
 
 from gdn_jax.types import ACTIVATIONS, GDNConfig, GDNState, GDNWeights
-from gdn_jax.varlen import inside, narrow, where_inside
+from gdn_jax.varlen import accepted_slots, inside, narrow, where_inside
 
 type ArrayLike = Array | np.ndarray
 
@@ -314,13 +314,30 @@ def check_batch(
             )
 
 
-def _distinct(function: str, name: str, slots: Array, used: Array, num_slots: int) -> Array:
-    """Checks that no slot is used twice; returns the used slots in order, then values from `num_slots` on."""
-    spare = num_slots + jnp.arange(slots.size, dtype=jnp.int32).reshape(slots.shape)
-    ordered = jnp.sort(jnp.where(used & (slots >= 0) & (slots < num_slots), slots, spare), axis=None)
-    message = f"{function}: `{name}` is {{x}}, expected no slot twice."
-    checkify.debug_check(jnp.all(ordered[1:] != ordered[:-1]), message, x=slots)
-    return ordered
+class _Writers(NamedTuple):
+    """What the sequences of a batch write: the slots in order, who writes each, and whether one has two writers."""
+
+    slots: Array
+    sequence: Array
+    clash: Array
+
+
+def _writers(written: Array) -> _Writers:
+    """Of `[N]` or `[N, S + 1]` slots, negative ones for none. A sequence may write a slot more than once."""
+    n = written.shape[0]
+    sequence = jnp.repeat(jnp.arange(n, dtype=jnp.int32), written.size // n)
+    slots, sequence = jax.lax.sort((written.ravel(), sequence), num_keys=1)  # stable: those of one slot stay in order
+    twice = (slots[1:] == slots[:-1]) & (sequence[1:] != sequence[:-1]) & (slots[1:] >= 0)
+    return _Writers(slots, sequence, jnp.any(twice))
+
+
+def _written_by_another(writers: _Writers, read: Array) -> Array:
+    """Bool `[N]`: whether another sequence writes the slot that a sequence reads (`read` `[N]`, negative for none)."""
+    slots, sequence, _ = writers
+    first = jnp.minimum(jnp.searchsorted(slots, read), slots.size - 1)
+    last = jnp.searchsorted(slots, read, side="right") - 1
+    reader = jnp.arange(read.size, dtype=jnp.int32)
+    return (read >= 0) & (slots[first] == read) & ((sequence[first] != reader) | (sequence[last] != reader))
 
 
 def debug_check(
@@ -361,12 +378,12 @@ def debug_check(
 
     each(slots < num_slots, slots_name, slots, f"less than num_slots={num_slots}")
     if state_indices is not None and n and writes:
-        written = _distinct(function, "state_indices", slots, live, num_slots)
+        writers = _writers(where_inside(slots, num_slots, live))
+        message = f"{function}: `state_indices` is {{x}}, expected no slot twice."
+        checkify.debug_check(~writers.clash, message, x=slots)
         if initial_state_indices is not None:
-            at = jnp.minimum(jnp.searchsorted(written, initial_state_indices), n - 1)
-            by_another = (written[at] == initial_state_indices) & (initial_state_indices < num_slots)
-            fine = ~by_another | (initial_state_indices == slots) | ~has
-            each(fine, "initial_state_indices", initial_state_indices, "no slot that another sequence writes")
+            foreign = _written_by_another(writers, where_inside(initial_state_indices, num_slots, has))
+            each(~foreign, "initial_state_indices", initial_state_indices, "no slot that another sequence writes")
     if max_length is not None:
         each(lengths <= max_length, "query_start_loc", lengths, f"at most {max_length} tokens a sequence")
     if num_accepted_tokens is not None:
@@ -388,8 +405,7 @@ def debug_check_verify(
     n, longest = read_indices.shape
     if n == 0:
         return
-    column = jnp.clip(num_accepted_tokens - 1, 0, longest - 1)
-    read = jnp.take_along_axis(read_indices, column[:, None], axis=1)[:, 0]
+    read = accepted_slots(read_indices, num_accepted_tokens)
     debug_check(
         function,
         num_slots=num_slots,
@@ -402,18 +418,12 @@ def debug_check_verify(
         writes=False,
         slots_name="read_indices",
     )
-    sequence, lengths = jnp.arange(n, dtype=jnp.int32), jnp.diff(query_start_loc)
-    live = (lengths <= longest) & (num_accepted_tokens == column + 1) & inside(read, num_slots)
-    used = (jnp.arange(longest) < lengths[:, None]) & live[:, None]
-    # Who writes what, in the order of the slots; a sequence may write a slot twice, two may not.
-    written = jnp.where(used, where_inside(write_indices, num_slots), -1).ravel()
-    order = jnp.argsort(written, stable=True)
-    written, writer = written[order], jnp.repeat(sequence, longest)[order]
-    twice = (written[1:] == written[:-1]) & (writer[1:] != writer[:-1]) & (written[1:] >= 0)
+    lengths = jnp.diff(query_start_loc)
+    live = (lengths > 0) & (lengths <= longest) & inside(num_accepted_tokens - 1, longest)
+    used = (jnp.arange(longest) < lengths[:, None]) & (live & inside(read, num_slots))[:, None]
+    writers = _writers(where_inside(write_indices, num_slots, used))
     message = f"{function}: `write_indices` is {{x}}, expected no slot that two sequences write."
-    checkify.debug_check(~jnp.any(twice), message, x=write_indices)
-    first, last = jnp.searchsorted(written, read), jnp.searchsorted(written, read, side="right") - 1
-    first = jnp.minimum(first, written.size - 1)
-    by_another = (written[first] == read) & ((writer[first] != sequence) | (writer[last] != sequence))
+    checkify.debug_check(~writers.clash, message, x=write_indices)
+    foreign = _written_by_another(writers, where_inside(read, num_slots, live))
     message = f"{function}: `read_indices` is {{x}}, expected no slot that another sequence writes."
-    checkify.debug_check(~jnp.any(by_another & live & (lengths > 0)), message, x=read)
+    checkify.debug_check(~jnp.any(foreign), message, x=read)

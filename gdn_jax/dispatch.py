@@ -77,8 +77,6 @@ _LIMITS: dict[str, Callable[..., str | None]] = {
     "recurrent_gated_delta_rule": _rule_limits,
     "mtp_gated_delta_rule": _rule_limits,
 }
-
-
 _POSITIONAL = dict.fromkeys(_LIMITS, ("q", "k", "v", "g", "beta"))
 
 

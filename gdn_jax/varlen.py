@@ -101,6 +101,12 @@ def resolve(
     return Batch(starts, lengths, read, write, offset, jnp.where(inside(layer, num_layers), layer, 0))
 
 
+def accepted_slots(read_indices: Array, num_accepted_tokens: Array) -> Array:
+    """Int32 `[N]`: what stands at the accepted column of `read_indices` `[N, S + 1]`; a count out of range is clipped."""
+    column = jnp.clip(num_accepted_tokens - 1, 0, read_indices.shape[1] - 1)
+    return jnp.take_along_axis(read_indices, column[:, None], axis=1, mode="clip")[:, 0]
+
+
 def resolve_verify(
     *,
     starts: Array,
@@ -113,14 +119,13 @@ def resolve_verify(
 ) -> Batch:
     """The same for `mtp_gated_delta_rule`: the slot to read stands at the accepted column of `read_indices` `[N, S + 1]`."""
     longest = read_indices.shape[1]
-    column = jnp.clip(num_accepted_tokens - 1, 0, longest - 1)
     return resolve(
         starts=starts,
         lengths=lengths,
         num_slots=num_slots,
         num_layers=num_layers,
         layer=layer,
-        state_indices=jnp.take_along_axis(read_indices, column[:, None], axis=1, mode="clip")[:, 0],
+        state_indices=accepted_slots(read_indices, num_accepted_tokens),
         num_accepted_tokens=num_accepted_tokens,
         max_accepted=longest,
         max_length=longest,

@@ -386,7 +386,6 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> jax.Array:
         seen = examine("to_jax", name, tensor, copy=copy is not False)
         base = seen.base.clone() if copy and not seen.copied else seen.base
         warn("to_jax", [(name, seen._replace(copied="") if copy else seen)])
-        jax_device(base.device)
         inverse = sorted(range(base.ndim), key=seen.axes.__getitem__)
         return import_tensors([base.permute(inverse)], base.device)[0]
 

@@ -344,12 +344,10 @@ class InPlace:
 
     def _import(self, seen: list[Seen], leaves: list[Any], device: torch.device) -> _Arrays:
         """What the executable is called with: views of the tensors' memory, made for this call alone."""
-        if device.type == "cpu":
-            return [dlpack.host_view(cache.base) for cache in seen], [
-                dlpack.host_view(leaf.base) if isinstance(leaf, Seen) else leaf for leaf in leaves
-            ]
-        arrays = iter(dlpack.import_tensors([s.base for s in (*seen, *leaves) if isinstance(s, Seen)], device))
-        return [next(arrays) for _ in seen], [next(arrays) if isinstance(leaf, Seen) else leaf for leaf in leaves]
+        tensors = [s.base for s in (*seen, *leaves) if isinstance(s, Seen)]
+        on_cpu = device.type == "cpu"
+        views = iter(map(dlpack.host_view, tensors) if on_cpu else dlpack.import_tensors(tensors, device))
+        return [next(views) for _ in seen], [next(views) if isinstance(leaf, Seen) else leaf for leaf in leaves]
 
     def _run(self, run: _Run, arrays: _Arrays, device: torch.device) -> _Done:
         """The new caches and the outputs; on a CPU computed, on a GPU under way."""

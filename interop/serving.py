@@ -59,18 +59,20 @@ class GDNBatch:
 def _gdn_calls(config: GDNConfig, eps: float) -> tuple[InPlace, InPlace]:
     """The prefill and the decode call over torch tensors; kept, so that a second server compiles nothing."""
 
+    def common(slots, norm_weight) -> dict[str, Any]:
+        return dict(config=config, state_indices=slots, norm_weight=norm_weight, norm_eps=eps)
+
     def prefill(state: GDNState, weights, norm_weight, mixed, slots, starts, has_state):
-        common: dict[str, Any] = dict(config=config, state_indices=slots, norm_weight=norm_weight, norm_eps=eps)
-        out = gdn_prefill(weights, state, mixed, query_start_loc=starts, has_initial_state=has_state, **common)
+        options = dict(query_start_loc=starts, has_initial_state=has_state, **common(slots, norm_weight))
+        out = gdn_prefill(weights, state, mixed, **options)
         return out.state, out.o
 
     def decode(state: GDNState, weights, norm_weight, mixed, slots, starts, accepted):
-        common: dict[str, Any] = dict(config=config, state_indices=slots, norm_weight=norm_weight, norm_eps=eps)
         if config.mtp_step == 0:
-            out = gdn_decode(weights, state, mixed, **common)
+            out = gdn_decode(weights, state, mixed, **common(slots, norm_weight))
         else:
-            verify = dict(num_accepted_tokens=accepted, query_start_loc=starts)
-            out = gdn_mtp_decode(weights, state, mixed, **verify, **common)
+            options = dict(num_accepted_tokens=accepted, query_start_loc=starts, **common(slots, norm_weight))
+            out = gdn_mtp_decode(weights, state, mixed, **options)
         return out.state, out.o
 
     return InPlace(prefill), InPlace(decode)

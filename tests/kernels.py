@@ -3,12 +3,14 @@
 Without a GPU they run in Pallas' GPU interpreter, which looks for races, and are lowered for an H200 that is not there.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -17,6 +19,7 @@ BF16, F32, F16 = ml_dtypes.bfloat16, np.float32, np.float16
 DTYPES = {"bf16": (BF16, BF16), "bf16-f32": (BF16, F32), "f32": (F32, F32), "f16": (F16, F16)}  # of tokens, of states
 TOL = {BF16: 3e-3, F32: 2e-6, F16: 3e-3 / 4}  # of outputs
 POOL_TOL = {BF16: 3e-3, F32: 1e-5, F16: 4e-4}
+SIZES = [(64, 64), (128, 128), (256, 256), (64, 256)]  # K, V
 H200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 
 
@@ -39,3 +42,31 @@ def lowered(f: Callable[..., Any], *args: Any, **options: Any) -> str:
     """The program for CUDA: lays out every array of every kernel, and finds what the chip could not do."""
     with h200():
         return jax.jit(f, **options).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def run_kernel(
+    kernel: Callable[..., Any],
+    names: Sequence[str],
+    call: dict[str, Any],
+    layer: int = 1,
+    races: bool | None = False,
+    norm: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A kernel of the rule itself, in the interpreter, on the arguments `names` of a stacked call."""
+    arrays = [None if call[name] is None else jnp.asarray(call[name]) for name in names]
+    scale = jnp.float32(call["q"].shape[-1] ** -0.5)
+    o, pool = interpret(partial(kernel, use_qk_l2norm=norm), *arrays, jnp.int32(layer), scale, races=races)
+    return np.asarray(o), np.asarray(pool)
+
+
+def on_gpu(operator: Callable[..., Any], call: dict[str, Any], layer: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """The operator, jitted on a donated pool, which must stay where it is."""
+    pool, rest = jnp.array(call["ssm_state"]), {name: jnp.asarray(x) for name, x in call.items() if name != "ssm_state"}
+
+    def step(pool: Any, rest: Any) -> Any:
+        return operator(**rest, ssm_state=pool, layer=layer, implementation="mosaic")
+
+    pointer = pool.unsafe_buffer_pointer()
+    o, pool = jax.jit(step, donate_argnums=0)(pool, rest)
+    assert pool.unsafe_buffer_pointer() == pointer
+    return np.asarray(o), np.asarray(pool)

@@ -51,6 +51,16 @@ def swizzled_layout(vb: int, dtype: DTypeLike) -> Any:
     return _tiled(((rows, vb), (rows, cols), (1, vec)), (-5,), (-4, -3))
 
 
+def by_tma(vb: int) -> bool:
+    """Whether tiles of `vb` columns go through shared memory; narrower ones are read straight from global memory."""
+    return vb > 32
+
+
+def layout_of_tile(vb: int, dtype: DTypeLike) -> Any:
+    """How the threads of a CTA hold a tile."""
+    return (swizzled_layout if by_tma(vb) else direct_layout)(vb, dtype)
+
+
 def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
     """The transforms of a tile in shared memory."""
     tiling: Any = plgpu.TilingTransform
@@ -93,13 +103,14 @@ def launch(
     name: str,
     grid: dict[str, int],
     inputs: Sequence[Array],
-    pools: Sequence[Array],
+    pool: Array,
     out: jax.ShapeDtypeStruct,
     scratch: Sequence[Any] = (),
-) -> tuple[Array, tuple[Array, ...]]:
-    """Runs `body(*inputs, *pools, out, *scratch)` on a grid; the pools are updated in their own memory if it is donated.
+) -> tuple[Array, Array]:
+    """Runs `body(*inputs, pool, out, *scratch)` on a grid; `pool` is updated in its own memory if that is donated.
 
-    No barriers between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
+    The body sees `pool` `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. No barriers
+    between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
     """
 
     def kernel(*refs: Any) -> None:
@@ -114,9 +125,9 @@ def launch(
         ),
         name=name,
     )
-    refs = [jax.new_ref(pool, memory_space=plgpu.GMEM) for pool in pools]
-    (result,) = call(*inputs, *refs)
-    return result, tuple(jax.freeze(ref) for ref in refs)
+    rows = jax.new_ref(pool.reshape(-1, *pool.shape[2:]), memory_space=plgpu.GMEM)
+    (result,) = call(*inputs, rows)
+    return result, jax.freeze(rows).reshape(pool.shape)
 
 
 def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:

@@ -21,7 +21,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import direct_layout, f32, i32, launch, load, rule_step, swizzled, swizzled_layout
+from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled
+from gdn_jax.varlen import inside
 
 BUFFERS = 2
 
@@ -59,13 +60,12 @@ def mtp(
     n, longest = read_indices.shape
     num_layers, num_slots = pool.shape[:2]
     vb = columns_of_tile(n, num_v_heads, k_dim, v_dim, pool.dtype.itemsize)
-    layout = (swizzled_layout if vb > 32 else direct_layout)(vb, pool.dtype)
+    layout = layout_of_tile(vb, pool.dtype)
     of_k, of_v = layout.reduce(1), layout.reduce(0)
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, g_ref, beta_ref, read_ref, write_ref, accepted_ref, loc_ref, layer_ref, scale_ref = refs[
-            :11
-        ]
+        q_ref, k_ref, v_ref, g_ref, beta_ref, layer_ref, scale_ref = refs[:7]
+        read_ref, write_ref, accepted_ref, loc_ref = refs[7:11]
         pool_ref, o_ref, tile_sm, q_sm, k_sm, v_sm, tile_arrived, rest_arrived = refs[11:]
         i, hv, part = (lax.axis_index(name) for name in ("n", "hv", "part"))
         h, cols = lax.div(hv, i32(num_v_heads // num_k_heads)), pl.ds(part * vb, vb)
@@ -73,8 +73,8 @@ def mtp(
         end = jnp.clip(loc_ref[i + 1], start, num_tokens)
         length, accepted, at = end - start, accepted_ref[i], layer_ref[0]
         slot = read_ref[i, jnp.clip(accepted - 1, 0, longest - 1)]
-        valid = (slot >= 0) & (slot < num_slots) & (at >= 0) & (at < num_layers)
-        valid &= (accepted >= 1) & (accepted <= longest) & (length <= longest)
+        valid = inside(slot, num_slots) & inside(at, num_layers)
+        valid &= inside(accepted - 1, longest) & (length <= longest)
 
         @pl.when(valid & (length > 0))
         def _() -> None:
@@ -93,10 +93,10 @@ def mtp(
             m = load(tile_sm.at[0], layout)
             for t in range(longest):
                 # A token beyond the sequence is computed like the others (the state after it is nobody's), and stored nowhere.
-                inside = length > t
+                real = length > t
                 query, key, value = load(q_sm.at[t], of_k), load(k_sm.at[t], of_k), load(v_sm.at[t, pl.ds(0, vb)], of_v)
                 m, o = rule_step(m, query, key, value, decays[t], writes[t], factor, use_qk_l2norm, layout)
-                store, buffer = inside & (targets[t] >= 0) & (targets[t] < num_slots), tile_sm.at[t % BUFFERS]
+                store, buffer = real & inside(targets[t], num_slots), tile_sm.at[t % BUFFERS]
 
                 @pl.when(store)
                 def _() -> None:
@@ -109,7 +109,7 @@ def mtp(
                 def _() -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-                @pl.when(inside)
+                @pl.when(real)
                 def _() -> None:
                     o_ref[tokens[t], hv, cols] = o.astype(v.dtype)
 
@@ -122,32 +122,19 @@ def mtp(
         lax.fori_loop(jnp.where(valid, end, start), end, zero, None)
         lax.fori_loop(end, jnp.where(i == n - 1, num_tokens, end), zero, None)
 
-    o, (rows,) = launch(
+    tokens = (q, k, v, g.astype(f32), beta.astype(f32), layer[None], scale[None])
+    return launch(
         body,
         "gdn_mtp",
         dict(n=n, hv=num_v_heads, part=v_dim // vb),
-        (
-            *(
-                q,
-                k,
-                v,
-                g.astype(f32),
-                beta.astype(f32),
-                read_indices,
-                write_indices,
-                num_accepted_tokens,
-                query_start_loc,
-            ),
-            *(layer[None], scale[None]),
-        ),
-        (pool.reshape(num_layers * num_slots, *pool.shape[2:]),),
+        (*tokens, read_indices, write_indices, num_accepted_tokens, query_start_loc),
+        pool,
         jax.ShapeDtypeStruct(v.shape, v.dtype),
         (
-            plgpu.SMEM((BUFFERS, k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype) if vb > 32 else ()),
+            plgpu.SMEM((BUFFERS, k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype) if by_tma(vb) else ()),
             # A row of v begins at a multiple of 128 bytes, where a TMA copy may end.
             *(plgpu.SMEM((longest, size), v.dtype) for size in (k_dim, k_dim, max(vb, 64))),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=3 * longest),
         ),
     )
-    return o, rows.reshape(pool.shape)

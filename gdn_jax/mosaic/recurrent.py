@@ -20,7 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import direct_layout, f32, i32, launch, load, rule_step, swizzled, swizzled_layout
+from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled
+from gdn_jax.varlen import inside
 
 
 def columns_of_tile(n: int, num_v_heads: int, k_dim: int, v_dim: int, itemsize: int) -> int:
@@ -52,8 +53,7 @@ def recurrent(
     (n, num_k_heads, k_dim), (_, num_v_heads, v_dim) = q.shape, v.shape
     num_layers, num_slots = pool.shape[:2]
     vb = columns_of_tile(n, num_v_heads, k_dim, v_dim, pool.dtype.itemsize)
-    by_tma = vb > 32
-    layout = (swizzled_layout if by_tma else direct_layout)(vb, pool.dtype)
+    staged, layout = by_tma(vb), layout_of_tile(vb, pool.dtype)
     of_k, of_v = layout.reduce(1), layout.reduce(0)
     fresh = () if has_initial_state is None else (has_initial_state.astype(i32),)
 
@@ -61,38 +61,38 @@ def recurrent(
         q_ref, k_ref, v_ref, g_ref, beta_ref, slot_ref, layer_ref, scale_ref = refs[:8]
         has_ref = refs[8] if fresh else None
         pool_ref, o_ref = refs[8 + len(fresh) : 10 + len(fresh)]
-        staged: Any = refs[10 + len(fresh) :] if by_tma else (None, None)
-        tile_sm, arrived = staged
+        shared: Any = refs[10 + len(fresh) :] if staged else (None, None)
+        tile_sm, arrived = shared
         i, hv, part = (lax.axis_index(name) for name in ("n", "hv", "part"))
         h, cols = lax.div(hv, i32(num_v_heads // num_k_heads)), pl.ds(part * vb, vb)
         slot, at = slot_ref[i], layer_ref[0]
-        valid = (slot >= 0) & (slot < num_slots) & (at >= 0) & (at < num_layers)
+        valid = inside(slot, num_slots) & inside(at, num_layers)
 
         @pl.when(valid)
         def _() -> None:
             tile = pool_ref.at[at * num_slots + slot, hv, :, cols]
             m: Any = None
-            if by_tma:
+            if staged:
                 plgpu.copy_gmem_to_smem(tile, tile_sm, arrived)
             else:
                 m = load(tile, layout)
             key, query = load(k_ref.at[i, h], of_k), load(q_ref.at[i, h], of_k)
             value = load(v_ref.at[i, hv, cols], of_v)
             decay, write, factor = jnp.exp(g_ref[i, hv]), beta_ref[i, hv], scale_ref[0]
-            if by_tma:
+            if staged:
                 plgpu.barrier_wait(arrived)
                 m = plgpu.load(tile_sm, layout=layout).astype(f32)
             if has_ref is not None:
                 m = lax.cond(has_ref[i] != 0, lambda: m, lambda: plgpu.layout_cast(jnp.zeros_like(m), layout))
             m, o = rule_step(m, query, key, value, decay, write, factor, use_qk_l2norm, layout)
-            if by_tma:
+            if staged:
                 tile_sm[...] = m.astype(pool.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tile_sm, tile)
             else:
                 pool_ref[at * num_slots + slot, hv, :, cols] = m.astype(pool.dtype)
             o_ref[i, hv, cols] = o.astype(v.dtype)
-            if by_tma:
+            if staged:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(jnp.logical_not(valid))
@@ -100,13 +100,12 @@ def recurrent(
             o_ref[i, hv, cols] = plgpu.layout_cast(jnp.zeros((vb,), v.dtype), of_v)
 
     tile = plgpu.SMEM((k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype))
-    o, (rows,) = launch(
+    return launch(
         body,
         "gdn_recurrent",
         dict(n=n, hv=num_v_heads, part=v_dim // vb),
         (q, k, v, g.astype(f32), beta.astype(f32), slots, layer[None], scale[None], *fresh),
-        (pool.reshape(num_layers * num_slots, *pool.shape[2:]),),
+        pool,
         jax.ShapeDtypeStruct(v.shape, v.dtype),
-        (tile, plgpu.Barrier()) if by_tma else (),
+        (tile, plgpu.Barrier()) if staged else (),
     )
-    return o, rows.reshape(pool.shape)

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import INT, close, close_rows, exact, normal, rule_inputs, same, starts, zero
-from kernels import BF16, DTYPES, F32, POOL_TOL, TOL, h200, interpret, lowered
+from kernels import BF16, DTYPES, F32, POOL_TOL, SIZES, TOL, h200, lowered, on_gpu, run_kernel
 
 import gdn_jax
 from gdn_jax import mtp_gated_delta_rule, reference
 from gdn_jax.mosaic import mtp
 
 LAYERS, TAIL = 2, 2  # tokens behind the last sequence
-SIZES = [(64, 64), (128, 128), (256, 256), (64, 256)]  # K, V
 NAMES = ("q", "k", "v", "g", "beta", "ssm_state")
 NAMES += ("read_indices", "write_indices", "num_accepted_tokens", "query_start_loc")
 
@@ -70,15 +69,7 @@ def poisoned(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def run(
-    call: dict[str, Any], layer: int = 1, races: bool | None = False, norm: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel itself, in the interpreter."""
-    arrays = [jnp.asarray(call[name]) for name in NAMES]
-    scale = jnp.float32(call["q"].shape[-1] ** -0.5)
-    f = partial(mtp.mtp, use_qk_l2norm=norm)
-    o, pool = interpret(f, *arrays, jnp.int32(layer), scale, races=races)
-    return np.asarray(o), np.asarray(pool)
+run = partial(run_kernel, mtp.mtp, NAMES)
 
 
 def check(call: dict[str, Any], o: Any, pool: Any, norm: bool = True) -> None:
@@ -171,18 +162,7 @@ def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
         lengths = rng.integers(0, longest + 1, n)
         lengths[-1] = longest + 1
         call = poisoned(with_padding(make(n, lengths.tolist(), longest, dtypes, K, V, H, HV)))
-        arrays = {name: jnp.asarray(x) for name, x in call.items() if name != "ssm_state"}
-
-        def step(pool: Any, arrays: Any) -> Any:
-            return mtp_gated_delta_rule(**arrays, ssm_state=pool, layer=1, implementation="mosaic")
-
-        results = []
-        for _ in range(2):
-            pool = jnp.array(call["ssm_state"])
-            pointer = pool.unsafe_buffer_pointer()
-            o, pool = jax.jit(step, donate_argnums=0)(pool, arrays)
-            assert pool.unsafe_buffer_pointer() == pointer
-            results.append((np.asarray(o), np.asarray(pool)))
+        results = [on_gpu(mtp_gated_delta_rule, call) for _ in range(2)]
         check(call, *results[0])
         for first, again in zip(*results, strict=True):
             same(again, first)

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import INT, close, close_rows, exact, normal, rule_inputs, same, zero
-from kernels import BF16, DTYPES, F32, POOL_TOL, TOL, h200, interpret, lowered
+from kernels import BF16, DTYPES, F32, POOL_TOL, SIZES, TOL, h200, lowered, on_gpu, run_kernel
 
 import gdn_jax
 from gdn_jax import recurrent_gated_delta_rule, reference
 from gdn_jax.mosaic import recurrent
 
 H, HV, SLOTS, LAYERS = 1, 2, 6, 2
-SIZES = [(64, 64), (128, 128), (256, 256), (64, 256)]  # K, V
 
 
 def make(
@@ -48,14 +47,8 @@ def poisoned(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-def run(call: dict[str, Any], layer: int = 1, races: bool = False, norm: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel itself, in the interpreter."""
-    names = ("q", "k", "v", "g", "beta", "ssm_state", "state_indices", "has_initial_state")
-    arrays = [None if call[name] is None else jnp.asarray(call[name]) for name in names]
-    scale = jnp.float32(call["q"].shape[-1] ** -0.5)
-    f = partial(recurrent.recurrent, use_qk_l2norm=norm)
-    o, pool = interpret(f, *arrays, jnp.int32(layer), scale, races=races)
-    return np.asarray(o), np.asarray(pool)
+NAMES = ("q", "k", "v", "g", "beta", "ssm_state", "state_indices", "has_initial_state")
+run = partial(run_kernel, recurrent.recurrent, NAMES)
 
 
 def check(call: dict[str, Any], o: Any, pool: Any, norm: bool = True) -> None:
@@ -178,28 +171,15 @@ def test_on_a_cpu_no_kernel_is_in_the_program() -> None:
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
-def on_gpu(call: dict[str, Any], layer: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The operator, jitted on a donated pool, which must stay where it is."""
-    pool, rest = jnp.array(call["ssm_state"]), {name: jnp.asarray(x) for name, x in call.items() if name != "ssm_state"}
-
-    def step(pool: Any, rest: Any) -> Any:
-        return recurrent_gated_delta_rule(**rest, ssm_state=pool, layer=layer, implementation="mosaic")
-
-    pointer = pool.unsafe_buffer_pointer()
-    o, pool = jax.jit(step, donate_argnums=0)(pool, rest)
-    assert pool.unsafe_buffer_pointer() == pointer
-    return np.asarray(o), np.asarray(pool)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("H", "HV"), [(16, 32), (2, 16), (1, 1), (3, 9)])
 def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
     for seed, (n, (K, V)) in enumerate(itertools.product((1, 9, 70), SIZES)):
         call = poisoned(make(seed, n, dtypes, K, V, H=H, HV=HV, slots=max(n, 12)))
-        o, pool = on_gpu(call)
+        o, pool = on_gpu(recurrent_gated_delta_rule, call)
         check(call, o, pool)
-        again_o, again = on_gpu(call)
+        again_o, again = on_gpu(recurrent_gated_delta_rule, call)
         same(again_o, o)
         same(again, pool)
 
