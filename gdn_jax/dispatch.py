@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gdn_jax.types import GDNConfig, GDNState
+
 IMPLEMENTATIONS = ("mosaic", "xla")  # in the order of preference; "xla" runs anywhere
 
 KERNEL_DIMS = (64, 128, 256)  # K and V of the recurrent kernels
+MAX_HEAD_STATE = 128 * 256  # K * V of the decode kernel: what the registers of one CTA hold
+MAX_MTP_STEP = 7  # of the decode kernel
 
 OPERATORS = (
     "gdn_gating",
@@ -72,12 +76,38 @@ def _rule_limits(
     return None
 
 
+def _layer_limits(
+    config: Any = None, state: Any = None, mixed_qkvzba: Any = None, num_accepted_tokens: Any = None, **_: Any
+) -> str | None:
+    """The same for `gdn_decode` and `gdn_mtp_decode`, and the kernel of one launch."""
+    if isinstance(config, GDNConfig):
+        for name in ("head_k_dim", "head_v_dim"):
+            if (size := getattr(config, name)) not in KERNEL_DIMS:
+                return f"its kernel takes head dimensions of {', '.join(map(str, KERNEL_DIMS))}, and {name} is {size}"
+        if config.head_k_dim * config.head_v_dim > MAX_HEAD_STATE:
+            return f"its kernel takes states of up to {MAX_HEAD_STATE} elements a head"
+        if config.v_heads_per_k_head > 8:
+            return f"its kernel takes up to 8 value heads a key head, and there are {config.v_heads_per_k_head}"
+        if config.mtp_step > MAX_MTP_STEP:
+            return f"its kernel takes mtp_step up to {MAX_MTP_STEP}, and it is {config.mtp_step}"
+    pools = dict(zip(("state.conv", "state.ssm"), state)) if isinstance(state, GDNState) else {}
+    for name, array in dict(mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens, **pools).items():
+        if array is not None and 0 in array.shape:
+            return f"`{name}` is empty"
+    return None
+
+
 # What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
 _LIMITS: dict[str, Callable[..., str | None]] = {
     "recurrent_gated_delta_rule": _rule_limits,
     "mtp_gated_delta_rule": _rule_limits,
+    "gdn_decode": _layer_limits,
+    "gdn_mtp_decode": _layer_limits,
 }
-_POSITIONAL = dict.fromkeys(_LIMITS, ("q", "k", "v", "g", "beta"))
+_POSITIONAL = {
+    name: ("weights", "state", "mixed_qkvzba") if limits is _layer_limits else ("q", "k", "v", "g", "beta")
+    for name, limits in _LIMITS.items()
+}
 
 
 def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) -> str | None:
@@ -90,7 +120,7 @@ def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) 
         return f"there is no Mosaic kernel for {operator} yet"
     if (capability := _capability()) < 9:
         return f"its kernel needs compute capability 9.0 (Hopper), and this device has {capability}"
-    return _LIMITS[operator](**{name: x for name, x in arguments.items() if hasattr(x, "shape")})
+    return _LIMITS[operator](**{name: x for name, x in arguments.items() if isinstance(x, GDNConfig | GDNState) or hasattr(x, "shape")})
 
 
 def choose(operator: str, implementation: str | None, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:

@@ -12,7 +12,7 @@ from jax import Array
 
 from gdn_jax import checks
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 from gdn_jax.ops.chunk import chunk_gated_delta_rule
 from gdn_jax.ops.conv import causal_conv1d, causal_conv1d_update
 from gdn_jax.ops.gating import gdn_gating
@@ -20,7 +20,7 @@ from gdn_jax.ops.mtp import mtp_gated_delta_rule
 from gdn_jax.ops.norm import gated_rms_norm
 from gdn_jax.ops.recurrent import recurrent_gated_delta_rule
 from gdn_jax.types import GDNConfig, GDNOutput, GDNState, GDNWeights
-from gdn_jax.varlen import equal_starts, resolve, sequences, token_table, where_inside
+from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, token_table, where_inside
 
 
 def split_qkvzba(mixed_qkvzba: ArrayLike, config: GDNConfig) -> tuple[Array, Array, Array, Array]:
@@ -303,6 +303,49 @@ def _decode(
     return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps, implementation)
 
 
+@functools.partial(jax.jit, static_argnames=("this", "config"))
+def _one_launch(
+    weights: GDNWeights,
+    state: GDNState,
+    mixed_qkvzba: Array,
+    query_start_loc: Array | None,
+    indices: dict[str, Array | None],
+    norm_weight: Array | None,
+    norm_eps: Array,
+    layer: Array | None,
+    *,
+    this: str,
+    config: GDNConfig,
+) -> GDNOutput:
+    """`_decode`, or with starts the verify form of `_packed`, as one kernel."""
+    (conv, at), ssm = stacked(state.conv, layer), stacked(state.ssm, layer)[0]
+    num_tokens, num_slots, longest = mixed_qkvzba.shape[0], conv.shape[1], config.mtp_step + 1
+    checks.debug_check(
+        this, num_slots=num_slots, num_tokens=num_tokens, query_start_loc=query_start_loc, **indices,
+        max_accepted=longest, max_length=longest,
+    )  # fmt: skip
+
+    def by_operators(mixed, weights, norm_weight, norm_eps, conv, ssm, slots, has, accepted, starts, at):
+        arguments = (norm_weight, norm_eps, at)
+        state, options = GDNState(conv, ssm), dict(config=config, implementation="xla")
+        if starts is None:
+            indices = dict(state_indices=slots, has_initial_state=has)
+            out = _decode(weights, state, mixed, indices, *arguments, **options)
+        else:
+            indices = dict(state_indices=slots, num_accepted_tokens=accepted)
+            out = _packed(weights, state, mixed, starts, indices, *arguments, verify=True, **options)
+        return out.o, *out.state
+
+    slots, has, accepted = map(indices.get, ("state_indices", "has_initial_state", "num_accepted_tokens"))
+    n = num_tokens if accepted is None else accepted.shape[0]
+    slots = jnp.arange(n, dtype=jnp.int32) if slots is None else slots
+    arguments = (mixed_qkvzba, weights, norm_weight, norm_eps, conv, ssm, slots, has, accepted, query_start_loc, at)
+    o, conv, ssm = run("mosaic", "decode", by_operators, *arguments, config=config)
+    if layer is None:
+        conv, ssm = conv[0], ssm[0]
+    return GDNOutput(o, split_qkvzba(mixed_qkvzba, config)[1], GDNState(conv, ssm))
+
+
 def gdn_prefill(
     weights: GDNWeights,
     state: GDNState,
@@ -434,8 +477,11 @@ def gdn_decode(
         has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
     )
     at = checks.layer_index(this, layer, state.conv.shape[0])
-    choose(this, implementation)
+    chosen = choose(this, implementation, dict(config=config, state=state, mixed_qkvzba=mixed_qkvzba))
     eps = checks.number(this, "norm_eps", norm_eps)
+    if chosen == "mosaic":
+        arguments = (weights, state, mixed_qkvzba, None, indices, norm_weight, eps, at)
+        return _one_launch(*arguments, this=this, config=config)
     return _decode(
         weights, state, mixed_qkvzba, indices, norm_weight, eps, at, config=config, implementation=implementation
     )
@@ -508,10 +554,11 @@ def gdn_mtp_decode(
     checks.own_rows(this, state_indices, n, state.conv.shape[-3], "state.conv")
     slots = checks.index(this, "state_indices", state_indices, num_sequences=n)
     at = checks.layer_index(this, layer, state.conv.shape[0])
-    choose(this, implementation)
+    sizes = dict(config=config, state=state, mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=accepted)
+    chosen = choose(this, implementation, sizes)
     eps = checks.number(this, "norm_eps", norm_eps)
     indices = dict(state_indices=slots, num_accepted_tokens=accepted)
-    return _packed(
-        weights, state, mixed_qkvzba, starts, indices, norm_weight, eps, at, config=config, verify=True,
-        implementation=implementation,
-    )  # fmt: skip
+    arguments = (weights, state, mixed_qkvzba, starts, indices, norm_weight, eps, at)
+    if chosen == "mosaic":
+        return _one_launch(*arguments, this=this, config=config)
+    return _packed(*arguments, config=config, verify=True, implementation=implementation)

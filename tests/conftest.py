@@ -8,6 +8,8 @@ import pytest
 
 # jax and torch share the card with each other and with other processes: neither takes it all at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# XLA's pool of threads on a CPU: Pallas' GPU interpreter takes one for every warpgroup of a cluster, which wait for each other.
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The workers share the cores: one thread each for torch's loops and for BLAS (XLA: one per CPU device at least).
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):

@@ -27,12 +27,12 @@ def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
 def direct_layout(vb: int, dtype: DTypeLike) -> Any:
     """A tile read straight from global memory.
 
-    The 4 warps on columns; of 16-bit states 2 of them on rows and vectors of 4, so that each thread has enough loads in
-    flight (their sums cross warps).
+    The 4 warps on columns, or 2 of them on rows where a warp's part of a row would be less than the 32 bytes that memory
+    moves (their sums cross warps, which is made for vectors of 4).
     """
     size = jnp.dtype(dtype).itemsize
-    across = 2 if size == 2 else 1  # warps on rows
-    vec = 4
+    across = 2 if vb // 4 * size < 32 else 1  # warps on rows
+    vec = 4 if across == 2 else 16 // size
     cols = vb * across // 4
     rows = 32 // (cols // vec)
     if across == 1:
@@ -49,6 +49,18 @@ def swizzled_layout(vb: int, dtype: DTypeLike) -> Any:
     if across < 8:
         return _tiled(((rows, vb), (8, cols), (across, vec)), (-5,), (-6, -2, -4, -3))
     return _tiled(((rows, vb), (rows, cols), (1, vec)), (-5,), (-4, -3))
+
+
+def channels_layout(size: int) -> Any:
+    """A vector of channels, one or more a thread; of fewer than 128, several warps hold the same."""
+    warps = min(size, 128) // 32
+    over = (-3,) if warps == 4 else (-3, fa.Replicated(4 // warps))
+    return _tiled(((32 * warps,), (32,), (1,)), over, (-2,))
+
+
+def row_layout() -> Any:
+    """A vector of a multiple of 32 elements that every warp holds whole, so that its sum stays in the warp."""
+    return _tiled(((32,), (1,)), (fa.Replicated(4),), (-2,))
 
 
 def by_tma(vb: int) -> bool:
@@ -93,6 +105,29 @@ def rule_step(
     return m * decay + ks * columns(u), (b * decay + u * jnp.sum(k * q)) * q_factor
 
 
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + e^-x)."""
+    return 1 / (1 + jnp.exp(-x))
+
+
+def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
+    """e^g of `gdn_gating`, for scalars: right for any finite input (e^g is 0 long before g overflows)."""
+    x = a + dt_bias
+    e = jnp.exp(-jnp.abs(x))
+    s = e / (2 + e)  # log1p(e) = 2 atanh(s), and s <= 1/3
+    tail = f32(0)
+    for power in range(15, 0, -2):
+        tail = tail * (s * s) + 1 / power
+    softplus = jnp.maximum(x, 0) + 2 * s * tail
+    small = x < -17  # e^A_log may overflow where its product with e^x does not
+    return jnp.exp(-jnp.exp(jnp.where(small, A_log + x, A_log)) * jnp.where(small, 1, softplus))
+
+
+def keep(flag: Array, x: Array, layout: Any) -> Array:
+    """`x` where the scalar `flag` holds, else zeros."""
+    return lax.cond(flag, lambda: x, lambda: plgpu.layout_cast(jnp.zeros_like(x), layout))
+
+
 def load(ref: Any, layout: Any) -> Array:
     """A vector from global or shared memory in `layout`, as float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
@@ -103,31 +138,42 @@ def launch(
     name: str,
     grid: dict[str, int],
     inputs: Sequence[Array],
-    pool: Array,
+    pools: Sequence[Array],
     out: jax.ShapeDtypeStruct,
     scratch: Sequence[Any] = (),
-) -> tuple[Array, Array]:
-    """Runs `body(*inputs, pool, out, *scratch)` on a grid; `pool` is updated in its own memory if that is donated.
+    cluster: dict[str, int] | None = None,
+    warpgroups: int | None = None,
+) -> tuple[Array, ...]:
+    """Runs `body(*inputs, *pools, out, *scratch)` on a grid; a pool that is donated is updated in its own memory.
 
-    The body sees `pool` `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. No barriers
-    between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
+    The body sees a pool `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. `warpgroups`
+    adds the axis "wg" to those of `grid` and `cluster`. No barriers between the lanes of a CTA are added: a kernel whose lanes
+    exchange data through shared memory places them.
     """
 
     def kernel(*refs: Any) -> None:
-        pl.run_scoped(partial(body, *refs), *scratch)
+        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=() if warpgroups is None else "wg")
 
+    cluster = cluster or {}
     call: Any = pl.kernel(
         kernel,
         out_type=(out,),
-        mesh=plgpu.Mesh(grid=tuple(grid.values()), grid_names=tuple(grid)),
+        mesh=plgpu.Mesh(
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
+            num_threads=warpgroups,
+            thread_name=None if warpgroups is None else "wg",
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096
         ),
         name=name,
     )
-    rows = jax.new_ref(pool.reshape(-1, *pool.shape[2:]), memory_space=plgpu.GMEM)
-    (result,) = call(*inputs, rows)
-    return result, jax.freeze(rows).reshape(pool.shape)
+    rows = [jax.new_ref(pool.reshape(-1, *pool.shape[2:]), memory_space=plgpu.GMEM) for pool in pools]
+    (result,) = call(*inputs, *rows)
+    return result, *(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(rows, pools, strict=True))
 
 
 def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:

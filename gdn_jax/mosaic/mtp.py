@@ -123,12 +123,12 @@ def mtp(
         lax.fori_loop(end, jnp.where(i == n - 1, num_tokens, end), zero, None)
 
     tokens = (q, k, v, g.astype(f32), beta.astype(f32), layer[None], scale[None])
-    return launch(
+    o, pool = launch(
         body,
         "gdn_mtp",
         dict(n=n, hv=num_v_heads, part=v_dim // vb),
         (*tokens, read_indices, write_indices, num_accepted_tokens, query_start_loc),
-        pool,
+        (pool,),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
         (
             plgpu.SMEM((BUFFERS, k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype) if by_tma(vb) else ()),
@@ -138,3 +138,4 @@ def mtp(
             plgpu.Barrier(num_arrivals=3 * longest),
         ),
     )
+    return o, pool

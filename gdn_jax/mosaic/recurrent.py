@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled
+from gdn_jax.mosaic.common import by_tma, f32, i32, keep, launch, layout_of_tile, load, rule_step, swizzled
 from gdn_jax.varlen import inside
 
 
@@ -83,7 +83,7 @@ def recurrent(
                 plgpu.barrier_wait(arrived)
                 m = plgpu.load(tile_sm, layout=layout).astype(f32)
             if has_ref is not None:
-                m = lax.cond(has_ref[i] != 0, lambda: m, lambda: plgpu.layout_cast(jnp.zeros_like(m), layout))
+                m = keep(has_ref[i] != 0, m, layout)
             m, o = rule_step(m, query, key, value, decay, write, factor, use_qk_l2norm, layout)
             if staged:
                 tile_sm[...] = m.astype(pool.dtype)
@@ -100,12 +100,13 @@ def recurrent(
             o_ref[i, hv, cols] = plgpu.layout_cast(jnp.zeros((vb,), v.dtype), of_v)
 
     tile = plgpu.SMEM((k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype))
-    return launch(
+    o, pool = launch(
         body,
         "gdn_recurrent",
         dict(n=n, hv=num_v_heads, part=v_dim // vb),
         (q, k, v, g.astype(f32), beta.astype(f32), slots, layer[None], scale[None], *fresh),
-        pool,
+        (pool,),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
         (tile, plgpu.Barrier()) if staged else (),
     )
+    return o, pool

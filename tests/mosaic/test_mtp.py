@@ -158,11 +158,9 @@ def test_explain() -> None:
 @pytest.mark.parametrize(("H", "HV"), [(16, 32), (2, 16), (1, 1), (3, 9)])
 def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
     rng = np.random.default_rng(0)
-    for n, longest, (K, V) in ((3, 4, (128, 128)), (40, 2, (128, 128)), (5, 8, (64, 64)), (5, 4, (256, 256))):
+    more = [(40, 2, (128, 128)), (5, 4, (256, 256))] if HV == 32 else []
+    for n, longest, (K, V) in ((3, 4, (128, 128)), (5, 8, (64, 64)), *more):
         lengths = rng.integers(0, longest + 1, n)
         lengths[-1] = longest + 1
         call = poisoned(with_padding(make(n, lengths.tolist(), longest, dtypes, K, V, H, HV)))
-        results = [on_gpu(mtp_gated_delta_rule, call) for _ in range(2)]
-        check(call, *results[0])
-        for first, again in zip(*results, strict=True):
-            same(again, first)
+        check(call, *on_gpu(mtp_gated_delta_rule, call))

@@ -1,0 +1,192 @@
+"""The layer in one launch: in the interpreter against the reference, lowered for an H200, and on a GPU."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import INT, close, close_rows, normal, same, starts, zero
+from kernels import BF16, DTYPES, F32, POOL_TOL, h200, interpret, lowered, twice
+
+import gdn_jax
+from gdn_jax import GDNConfig, GDNState, GDNWeights, reference
+from gdn_jax.mosaic import decode
+
+LAYERS, LAYER, TAIL = 2, 1, 2
+TOL = {BF16: 6e-3, F32: 1e-5, np.float16: 6e-3 / 4}
+NAMES = {BF16: "bfloat16", F32: "float32", np.float16: "float16"}
+
+
+def config_of(dtypes: Any, H: int = 1, HV: int = 2, K: int = 64, V: int = 64, **more: Any) -> GDNConfig:
+    dtype, state_dtype = dtypes
+    sizes = dict(num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, conv_kernel_dim=4)
+    return GDNConfig(**(sizes | dict(conv_dtype=NAMES[dtype], ssm_dtype=NAMES[state_dtype]) | more))
+
+
+def make(seed: int, config: GDNConfig, dtype: Any, n: int, num_tokens: int, slots: int, bias: bool = True) -> Any:
+    """A stacked call: random weights, pools and inputs, of which the last sequences are up to the caller."""
+    rng = np.random.default_rng(seed)
+    D, HV = config.conv_dim, config.tp_num_v_heads
+    weights = GDNWeights(
+        0.5 * normal(rng, D, config.conv_kernel_dim).astype(dtype),
+        0.1 * normal(rng, D).astype(dtype) if bias else None,
+        rng.uniform(-3, 1, HV).astype(F32),
+        normal(rng, HV),
+    )
+    longest = config.mtp_step + 1
+    state = GDNState(
+        normal(rng, LAYERS, slots, D, config.conv_state_len).astype(config.conv_dtype),
+        normal(rng, LAYERS, slots * longest, HV, config.head_k_dim, config.head_v_dim).astype(config.ssm_dtype),
+    )
+    mixed = normal(rng, num_tokens, config.qkvz_dim + config.ba_dim).astype(dtype)
+    return dict(
+        weights=weights,
+        state=state,
+        mixed_qkvzba=mixed,
+        config=config,
+        state_indices=rng.permutation(slots)[:n].astype(INT),
+        norm_weight=rng.uniform(0.5, 1.5, config.head_v_dim).astype(dtype),
+    )
+
+
+def decode_call(seed: int, dtypes: Any, n: int, slots: int = 6, norm: bool = True, **sizes: Any) -> dict[str, Any]:
+    """One token a sequence; every second starts from zeros, every third is padding."""
+    config = config_of(dtypes, **sizes)
+    call = make(seed, config, dtypes[0], n, n, slots)
+    index = call["state_indices"]
+    index[2::3] = np.resize([-1, -7, slots, 2**31 - 1], len(index[2::3]))
+    call["has_initial_state"] = np.arange(n) % 2 == 0
+    return call if norm else call | {"norm_weight": None}
+
+
+def verify_call(seed: int, dtypes: Any, lengths: Any, mtp_step: int, norm: bool = True, **sizes: Any) -> dict[str, Any]:
+    """Ragged sequences with random accepted counts; of five or more, sequence 1 is padding and 2 has a count of 0."""
+    config, n = config_of(dtypes, mtp_step=mtp_step, **sizes), len(lengths)
+    call = make(seed, config, dtypes[0], n, sum(lengths) + TAIL, n + 2, bias=False)
+    call["query_start_loc"] = starts(*lengths)
+    call["num_accepted_tokens"] = np.random.default_rng(seed).integers(1, mtp_step + 2, n).astype(INT)
+    if n >= 5:
+        call["state_indices"][1], call["num_accepted_tokens"][2] = 2**31 - 1, 0
+    return call if norm else call | {"norm_weight": None}
+
+
+def live(call: dict[str, Any]) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Which tokens are valid, and `(slot, accepted column, length)` of each sequence that is."""
+    slots, num_slots, longest = call["state_indices"], call["state"].conv.shape[1], call["config"].mtp_step + 1
+    loc = call.get("query_start_loc", np.arange(len(slots) + 1))
+    counts = call.get("num_accepted_tokens", np.ones_like(slots))
+    valid, sequences = np.zeros(len(call["mixed_qkvzba"]), bool), []
+    for slot, count, begin, end in zip(slots, counts, loc[:-1], loc[1:]):
+        if 0 <= slot < num_slots and 1 <= count <= longest and 0 < end - begin <= longest:
+            valid[begin:end] = True
+            sequences.append((int(slot), int(count) - 1, int(end - begin)))
+    return valid, sequences
+
+
+def poisoned(call: dict[str, Any]) -> dict[str, Any]:
+    """NaN in every token of padding and in every state that nobody starts from."""
+    valid, sequences = live(call)
+    has = call.get("has_initial_state")
+    longest = call["config"].mtp_step + 1
+    fresh = set() if has is None else set(call["state_indices"][~has].tolist())
+    conv, ssm, mixed = (np.array(x) for x in (*call["state"], call["mixed_qkvzba"]))
+    mixed[~valid] = np.nan
+    reads = [(slot, column) for slot, column, _ in sequences if slot not in fresh]
+    conv[LAYER, np.setdiff1d(np.arange(conv.shape[1]), [slot for slot, _ in reads])] = np.nan
+    rows = [slot * longest + column for slot, column in reads]
+    ssm[LAYER, np.setdiff1d(np.arange(ssm.shape[1]), rows)] = np.nan
+    conv[0] = ssm[0] = np.nan
+    return call | {"state": GDNState(conv, ssm), "mixed_qkvzba": mixed}
+
+
+def run(call: dict[str, Any], layer: int = LAYER, races: bool | None = False) -> tuple[np.ndarray, GDNState]:
+    """The kernel itself, in the interpreter."""
+    names = ("state_indices", "has_initial_state", "num_accepted_tokens", "query_start_loc")
+    indices = (None if call.get(name) is None else jnp.asarray(call[name]) for name in names)
+    weights, norm, pools, mixed = jax.tree.map(
+        jnp.asarray, (call["weights"], call["norm_weight"], tuple(call["state"]), call["mixed_qkvzba"])
+    )
+    arguments = (mixed, weights, norm, jnp.float32(1e-6), *pools, *indices, jnp.int32(layer))
+    o, conv, ssm = interpret(partial(decode.decode, config=call["config"]), *arguments, races=races)
+    return np.asarray(o), GDNState(np.asarray(conv), np.asarray(ssm))
+
+
+def check(call: dict[str, Any], o: np.ndarray, state: GDNState) -> None:
+    """Against the reference in float64; padding zero; every row that nobody writes bit for bit."""
+    op = reference.gdn_decode if "query_start_loc" not in call else reference.gdn_mtp_decode
+    before = call["state"]
+    want = op(**(call | {"state": GDNState(*(x[LAYER].astype(np.float64) for x in before))}))
+    valid, sequences = live(call)
+    longest, dtype = call["config"].mtp_step + 1, call["mixed_qkvzba"].dtype.type
+    close(o[valid], want.o[valid], TOL[dtype])
+    zero(o[~valid])
+    used = [slot for slot, _, _ in sequences]
+    same(state.conv[0], before.conv[0])
+    same(state.ssm[0], before.ssm[0])
+    close_rows(state.conv[LAYER], want.state.conv, before.conv[LAYER], used, 0 if call["config"].conv_dtype == NAMES[dtype] else 3e-3)
+    rows = [slot * longest + t for slot, _, length in sequences for t in range(length)]
+    tol = max(POOL_TOL[before.ssm.dtype.type], 1e-5 if dtype == F32 else 3.5e-3 if dtype == BF16 else 1e-3)
+    close_rows(state.ssm[LAYER], want.state.ssm, before.ssm[LAYER], rows, tol)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("sizes", [dict(K=64, V=64), dict(K=128, V=128), dict(HV=1, K=64, V=128)], ids=str)
+def test_decode_against_the_reference(dtypes: Any, sizes: Any) -> None:
+    call = poisoned(decode_call(1, dtypes, 5, **sizes))
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("sizes", [dict(K=64, V=64), dict(K=64, V=128)], ids=str)
+def test_verify_against_the_reference(dtypes: Any, sizes: Any) -> None:
+    call = poisoned(verify_call(2, dtypes, (3, 2, 2, 0, 1, 4), 2, **sizes))  # the last one is too long
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("function", ["gdn_decode", "gdn_mtp_decode"])
+def test_every_tile_lowers_in_place(function: str, dtypes: Any) -> None:
+    for n, (K, V) in itertools.product((1, 8), ((64, 64), (128, 128), (64, 256), (256, 128))):
+        if function == "gdn_decode":
+            call = decode_call(0, dtypes, n, slots=n, K=K, V=V, H=2, HV=4)
+        else:
+            call = verify_call(0, dtypes, [4] * n, 3, K=K, V=V, H=2, HV=4)
+        config = call.pop("config")
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call)
+
+        def step(state: Any, rest: Any, layer: Any) -> Any:
+            operator = getattr(gdn_jax, function)
+            return operator(**rest, state=state, config=config, layer=layer, implementation="mosaic")
+
+        state = shapes.pop("state")
+        text = lowered(step, state, shapes, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
+        assert text.count("mosaic_gpu_v2") == 1 and text.count("tf.aliasing_output") == 2, (n, K, V)
+
+
+# ------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("H", "HV"), [(16, 32), (2, 16), (1, 1), (3, 9)])
+def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
+    heads = dict(H=H, HV=HV)
+    calls = [decode_call(0, dtypes, 1, **heads, K=128, V=128), decode_call(1, dtypes, 9, slots=12, **heads, K=128, V=128)]
+    calls.append(verify_call(2, dtypes, (3, 2, 2, 0, 1, 4), 2, **heads, K=128, V=128))
+    if HV == 32:
+        for K, V in ((64, 64), (64, 256), (256, 128)):
+            calls.append(decode_call(3, dtypes, 9, slots=12, norm=False, **heads, K=K, V=V))
+        calls.append(verify_call(4, dtypes, (8, 1, 2, 0, 1, 4), 7, **heads, K=64, V=64))
+    for call in map(poisoned, calls):
+        config = call["config"]
+        rest = jax.tree.map(jnp.asarray, {name: x for name, x in call.items() if name not in ("state", "config")})
+
+        def step(state: Any, rest: Any) -> Any:
+            operator = gdn_jax.gdn_mtp_decode if "query_start_loc" in rest else gdn_jax.gdn_decode
+            out = operator(**rest, state=state, config=config, layer=LAYER, implementation="mosaic")
+            return out.o, out.state
+
+        check(call, *twice(step, call["state"], rest))
