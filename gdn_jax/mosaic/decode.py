@@ -4,11 +4,15 @@
     M <- e^g M;   u = beta (v - M^T k');   M <- M + k' u^T;   o = M^T q';   o <- norm(o) w silu(z)
 
 Beside the states, whose bytes count, a sequence moves its conv rows, 2 D (W - 1 + S) elements, about 5 % of them in bfloat16.
-A CTA takes one value head. Each of its warpgroups takes 64 columns of the state by the code of the rule kernels, and its share
-of the channels of q, k and v for the conv, whose outputs all of them read from shared memory.
+A CTA takes one value head: the conv of its channels of q, k and v, whose outputs go through shared memory, then tiles of 64
+columns of the state by the code of the rule kernels, then the norm. The conv rows of a key head are read by all its value heads
+and shifted in place: these CTAs form a cluster, each arrives at a barrier when it has used the rows, and the first writes them
+when all have.
 
-The conv rows of a key head are read by all its value heads and shifted in place. These CTAs form a cluster: each arrives at a
-barrier when it has used the rows, and the first writes them when all have.
+| CTA | when | why |
+|---|---|---|
+| 2 warpgroups, states straight from global memory | N HV <= 132 | a CTA an SM at most: the shortest way |
+| 1 warpgroup, all its tiles by TMA at once, then one after the other | else | registers of one tile (3 CTAs on an SM) |
 """
 
 from typing import Any
@@ -37,9 +41,8 @@ from gdn_jax.mosaic.common import (
 from gdn_jax.types import GDNConfig, GDNWeights
 from gdn_jax.varlen import inside
 
-COLUMNS = 64  # of a state, a warpgroup
-FEW = 64  # value heads of a batch, up to which states come straight from global memory: the shortest way
-MAX_SHARED_BYTES = 160 * 1024  # of states in a CTA
+COLUMNS = 64  # of a tile
+FEW = 132  # value heads of a batch: as many as SMs
 
 
 def decode(
@@ -67,11 +70,14 @@ def decode(
     num_layers, num_slots, _, columns = conv.shape
     h_count, hv_count, k_dim, v_dim = config.tp_num_k_heads, config.tp_num_v_heads, config.head_k_dim, config.head_v_dim
     width, longest, per_k_head = config.conv_kernel_dim, config.mtp_step + 1, hv_count // h_count
-    warpgroups, verify = v_dim // COLUMNS, query_start_loc is not None
-    staged = longest > 1 or n * hv_count > FEW
+    few, verify = n * hv_count <= FEW, query_start_loc is not None
+    warpgroups = min(2, v_dim // COLUMNS) if few else 1
+    own = v_dim // warpgroups  # columns of a warpgroup
+    tiles = own // COLUMNS
+    staged = longest > 1 or not few
     layout = (swizzled_layout if staged else direct_layout)(COLUMNS, ssm.dtype)
     of_k, of_v, of_row = layout.reduce(1), layout.reduce(0), row_layout()
-    buffers = 2 if longest > 1 and 2 * k_dim * v_dim * ssm.dtype.itemsize <= MAX_SHARED_BYTES else 1
+    buffers = tiles + (longest > 1)  # the states to start from, and a spare one to store from in turn
 
     inputs = dict(
         x=mixed, weight=weights.conv_weight, bias=weights.conv_bias, A_log=weights.A_log, dt_bias=weights.dt_bias,
@@ -82,9 +88,10 @@ def decode(
 
     def body(*refs: Any) -> None:
         ref = dict(zip(given, refs))
-        conv_ref, ssm_ref, o_ref, tiles_sm, qk_sm, v_sm, o_sm, arrived, convolved, out_ready, *rows_used = refs[len(given) :]
+        conv_ref, ssm_ref, o_ref, tiles_sm, qk_sm, v_sm, o_sm, rows_sm, *barriers = refs[len(given) :]
+        arrived, convolved, out_ready, *rows_used = barriers
         i, h, member, wg = (lax.axis_index(name) for name in ("n", "h", "member", "wg"))
-        hv, mine = h * per_k_head + member, pl.ds(wg * COLUMNS, COLUMNS)
+        hv = h * per_k_head + member
         slot, at = ref["slots"][i], ref["layer"][0]
         start, end, offset = i, i + 1, 0
         valid = inside(slot, num_slots) & inside(at, num_layers)
@@ -95,85 +102,112 @@ def decode(
             valid &= inside(offset, longest) & (end - start <= longest)
         length, row = end - start, at * num_slots + slot
 
+        def columns_of(tile: int) -> Any:
+            return pl.ds(wg * own + tile * COLUMNS, COLUMNS)
+
+        def state_at(token: Any, tile: int) -> Any:
+            return ssm_ref.at[row * longest + token, hv, :, columns_of(tile)]
+
         @pl.when(valid & (length > 0))
         def _() -> None:
-            first_state = ssm_ref.at[row * longest + offset, hv, :, mine]
-            tile, m = tiles_sm.at[wg], None
             if staged:
-                plgpu.copy_gmem_to_smem(first_state, tile.at[0], arrived.at[wg])
-            else:
-                m = load(first_state, layout)
+                for tile in range(tiles):
+                    plgpu.copy_gmem_to_smem(state_at(offset, tile), tiles_sm.at[wg, tile], arrived.at[wg, tile])
+            m: Any = None if staged else load(state_at(offset, 0), layout)
             tokens = [jnp.minimum(start + t, num_tokens - 1) for t in range(longest)]
             has = ref["has"][i] != 0 if "has" in ref else None
-            rate, shift = (ref[name][hv].astype(f32) for name in ("A_log", "dt_bias"))
-            b_at = config.qkvz_dim + hv
-            writes = [ref["x"][token, b_at].astype(f32) for token in tokens]
-            decays = [ref["x"][token, b_at + hv_count].astype(f32) for token in tokens]
 
-            def convolve(first: Any, size: int, out: Any, out_first: Any) -> list[Array]:
-                """Conv outputs of some channels to `out`; returns their windows: history, then the new inputs."""
+            # Everything is loaded before anything is stored: no load passes a store.
+            def channels(first: Any, size: int) -> tuple[Any, ...]:
+                """`(first, size, bias, taps, window)` of some channels; the window is the history, then the new inputs."""
                 lanes, here = channels_layout(size), pl.ds(first, size)
-                taps = [load(ref["weight"].at[here, j], lanes) for j in range(width)]
                 bias = load(ref["bias"].at[here], lanes) if "bias" in ref else None
-                window = [load(conv_ref.at[row, here, offset + j], lanes) for j in range(width - 1)]
-                window += [load(ref["x"].at[token, here], lanes) for token in tokens]
-                if has is not None:
-                    window[: width - 1] = [keep(has, x, lanes) for x in window[: width - 1]]
+                taps = [load(ref["weight"].at[here, j], lanes) for j in range(width)]
+                history = [load(conv_ref.at[row, here, offset + j], lanes) for j in range(width - 1)]
+                history = [x if has is None else keep(has, x, lanes) for x in history]
+                return first, size, bias, taps, history + [load(ref["x"].at[token, here], lanes) for token in tokens]
+
+            size = min(k_dim, 2 * k_dim // warpgroups)  # of a piece of q | k
+            pieces = []
+            for begin in range(0, 2 * k_dim, size * warpgroups):
+                place = begin + wg * size
+                is_k = lax.div(place, i32(k_dim))
+                pieces.append((place, channels((is_k * h_count + h) * k_dim + place - is_k * k_dim, size)))
+            v_piece = channels(2 * config.key_dim + hv * v_dim + wg * own, own)
+            rate, shift = (ref[name][hv].astype(f32) for name in ("A_log", "dt_bias"))
+            b, a = ([ref["x"][token, config.qkvz_dim + n + hv].astype(f32) for token in tokens] for n in (0, hv_count))
+
+            def gate(token: Array) -> tuple[Array, Array]:
+                z = ref["x"].at[token, pl.ds(config.conv_dim + hv * v_dim, v_dim)]
+                return load(z, of_row), load(ref["norm_weight"], of_row)
+
+            gates = gate(tokens[0]) if norm_weight is not None and longest == 1 else None
+
+            def convolve(out: Any, place: Any, piece: tuple[Any, ...]) -> None:
+                _, size, bias, taps, window = piece
                 for t in range(longest):
                     y = taps[0] * window[t]
                     for j in range(1, width):
                         y += taps[j] * window[t + j]
                     y = y if bias is None else y + bias
                     y = y if config.activation is None else y * sigmoid(y)
-                    out[t, pl.ds(out_first, size)] = y.astype(dtype)
-                return window
+                    out[t, pl.ds(place, size)] = y.astype(dtype)
 
-            def shift_rows(first: Any, size: int, window: list[Array]) -> None:
-                """The new conv rows: the window of the first new token and on, zeros behind the last."""
+            def new_column(j: int, piece: tuple[Any, ...]) -> Array:
+                """Column j of the new conv row: of the window of the first new token and on, zeros behind the last."""
+                value, t = piece[4][j + 1], j - (width - 2)  # of which token
+                value = value if t < 1 else keep(length > t, value, channels_layout(piece[1]))
+                return value.astype(conv.dtype)
+
+            convolve(v_sm, wg * own, v_piece)
+            for place, piece in pieces:
+                convolve(qk_sm, place, piece)
                 for j in range(columns):
-                    value, t = window[j + 1], j - (width - 2)  # of which token
-                    value = value if t < 1 else keep(length > t, value, channels_layout(size))
-                    conv_ref[row, pl.ds(first, size), j] = value.astype(conv.dtype)
-
-            size = min(k_dim, 2 * k_dim // warpgroups)  # of this warpgroup's share of q and k
-            shared_rows = []
-            for begin in range(0, 2 * k_dim, size * warpgroups):
-                begin = begin + wg * size  # in q | k of the key head
-                of_q_or_k = lax.div(begin, i32(k_dim))
-                first = (of_q_or_k * h_count + h) * k_dim + begin - of_q_or_k * k_dim
-                shared_rows.append((first, size, convolve(first, size, qk_sm, begin)))
-            first = 2 * config.key_dim + hv * v_dim + wg * COLUMNS
-            window = convolve(first, COLUMNS, v_sm, wg * COLUMNS)
-            for barrier in rows_used:
-                plgpu.barrier_arrive(barrier)
-            shift_rows(first, COLUMNS, window)
-            decays = [decay_of(rate, a, shift) for a in decays]
-            writes = [sigmoid(b) for b in writes]
-
+                    rows_sm[j, pl.ds(place, size)] = new_column(j, piece)
+            for j in range(columns):  # v's, which no other CTA reads
+                conv_ref[row, pl.ds(v_piece[0], own), j] = new_column(j, v_piece)
+            decays = [decay_of(rate, x, shift) for x in a]
+            writes = [sigmoid(x) for x in b]
             plgpu.barrier_arrive(convolved)
             plgpu.barrier_wait(convolved)
-            if staged:
-                plgpu.barrier_wait(arrived.at[wg])
-                m = plgpu.load(tile.at[0], layout=layout).astype(f32)
-            if has is not None:
-                m = keep(has, m, layout)
-            for t in range(longest):
-                query, key = (load(qk_sm.at[t, pl.ds(at, k_dim)], of_k) for at in (0, k_dim))
-                value = load(v_sm.at[t, mine], of_v)
-                m, o = rule_step(m, query, key, value, decays[t], writes[t], f32(k_dim**-0.5), True, layout)
-                o_sm[t, mine] = o.astype(dtype)
-                target = ssm_ref.at[row * longest + t, hv, :, mine]
+            for barrier in rows_used:  # one thread arrives for its warpgroup: all of them have to be past their loads
+                plgpu.barrier_arrive(barrier)
 
-                @pl.when(length > t)  # no token beyond the sequence is followed by a real one
-                def _() -> None:
-                    if not staged:
-                        target[...] = m.astype(ssm.dtype)
-                        return
-                    if t > 0:
-                        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                    tile[t % buffers] = m.astype(ssm.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(tile.at[t % buffers], target)
+            for tile in range(tiles):
+                if staged:
+                    plgpu.barrier_wait(arrived.at[wg, tile])
+                    m = plgpu.load(tiles_sm.at[wg, tile], layout=layout).astype(f32)
+                elif tile > 0:
+                    m = load(state_at(offset, tile), layout)
+                if has is not None:
+                    m = keep(has, m, layout)
+                for t in range(longest):
+                    query, key = (load(qk_sm.at[t, pl.ds(first, k_dim)], of_k) for first in (0, k_dim))
+                    value = load(v_sm.at[t, columns_of(tile)], of_v)
+                    m, o = rule_step(m, query, key, value, decays[t], writes[t], f32(k_dim**-0.5), True, layout)
+                    o_sm[t, columns_of(tile)] = o.astype(dtype)
+                    target, buffer = state_at(t, tile), tiles_sm.at[wg, tile if t % 2 == 0 else tiles]
+
+                    @pl.when(length > t)  # no token beyond the sequence is followed by a real one
+                    def _() -> None:
+                        if not staged:
+                            target[...] = m.astype(ssm.dtype)
+                            return
+                        if t > 0:
+                            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        buffer[...] = m.astype(ssm.dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(buffer, target)
+
+            for barrier in rows_used:
+                plgpu.barrier_wait(barrier)  # also by those who write nothing: others arrive in their shared memory
+
+            @pl.when(member == 0)
+            def _() -> None:
+                for place, (first, *_) in pieces:
+                    for j in range(columns):
+                        new = plgpu.load(rows_sm.at[j, pl.ds(place, size)], layout=channels_layout(size), optimized=False)
+                        conv_ref[row, pl.ds(first, size), j] = new
 
             plgpu.barrier_arrive(out_ready)
             plgpu.barrier_wait(out_ready)
@@ -183,20 +217,11 @@ def decode(
                 def _() -> None:
                     o = load(o_sm.at[t], of_row)
                     if norm_weight is not None:
-                        z = load(ref["x"].at[tokens[t], pl.ds(config.conv_dim + hv * v_dim, v_dim)], of_row)
-                        w = load(ref["norm_weight"], of_row)
+                        z, w = gates or gate(tokens[t])
                         o *= lax.rsqrt(jnp.sum(o * o) * (1 / v_dim) + ref["norm_eps"][0])
-                        o = (o.astype(dtype).astype(f32) * w).astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32)
-                        o *= z * sigmoid(z)
+                        o = o.astype(dtype).astype(f32) * w
+                        o = o.astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32) * (z * sigmoid(z))
                     o_ref[tokens[t], hv] = o.astype(dtype)
-
-            for barrier in rows_used:
-                plgpu.barrier_wait(barrier)  # also by those who write nothing: others arrive in their shared memory
-
-            @pl.when(member == 0)
-            def _() -> None:
-                for rows in shared_rows:
-                    shift_rows(*rows)
 
             if staged:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -211,7 +236,6 @@ def decode(
             if verify:
                 lax.fori_loop(end, jnp.where(i == n - 1, num_tokens, end), zero, None)
 
-    clustered = per_k_head > 1
     o, conv, ssm = launch(
         body,
         "gdn_decode",
@@ -223,9 +247,10 @@ def decode(
             plgpu.SMEM((warpgroups, buffers, k_dim, COLUMNS), ssm.dtype, transforms=swizzled(ssm.dtype)),
             plgpu.SMEM((longest, 2 * k_dim), dtype),
             *(plgpu.SMEM((longest, v_dim), dtype) for _ in range(2)),
-            plgpu.Barrier(num_barriers=warpgroups),
+            plgpu.SMEM((columns, 2 * k_dim), conv.dtype),
+            plgpu.Barrier(num_barriers=(warpgroups, tiles)),
             *(plgpu.Barrier(num_arrivals=warpgroups) for _ in range(2)),
-            *([plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=warpgroups)] if clustered else []),
+            *([plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=warpgroups)] if per_k_head > 1 else []),
         ),
         cluster=dict(member=per_k_head),
         warpgroups=warpgroups,

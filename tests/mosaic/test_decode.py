@@ -134,14 +134,18 @@ def check(call: dict[str, Any], o: np.ndarray, state: GDNState) -> None:
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("sizes", [dict(K=64, V=64), dict(K=128, V=128), dict(HV=1, K=64, V=128)], ids=str)
-def test_decode_against_the_reference(dtypes: Any, sizes: Any) -> None:
+@pytest.mark.parametrize("few", [0, 132])
+def test_decode_against_the_reference(monkeypatch: pytest.MonkeyPatch, dtypes: Any, sizes: Any, few: int) -> None:
+    monkeypatch.setattr(decode, "FEW", few)
     call = poisoned(decode_call(1, dtypes, 5, **sizes))
     check(call, *run(call))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("sizes", [dict(K=64, V=64), dict(K=64, V=128)], ids=str)
-def test_verify_against_the_reference(dtypes: Any, sizes: Any) -> None:
+@pytest.mark.parametrize("few", [0, 132])
+def test_verify_against_the_reference(monkeypatch: pytest.MonkeyPatch, dtypes: Any, sizes: Any, few: int) -> None:
+    monkeypatch.setattr(decode, "FEW", few)
     call = poisoned(verify_call(2, dtypes, (3, 2, 2, 0, 1, 4), 2, **sizes))  # the last one is too long
     check(call, *run(call))
 
