@@ -120,7 +120,8 @@ def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) 
         return f"there is no Mosaic kernel for {operator} yet"
     if (capability := _capability()) < 9:
         return f"its kernel needs compute capability 9.0 (Hopper), and this device has {capability}"
-    return _LIMITS[operator](**{name: x for name, x in arguments.items() if isinstance(x, GDNConfig | GDNState) or hasattr(x, "shape")})
+    known = {name: x for name, x in arguments.items() if isinstance(x, GDNConfig | GDNState) or hasattr(x, "shape")}
+    return _LIMITS[operator](**known)
 
 
 def choose(operator: str, implementation: str | None, arguments: Mapping[str, Any] = MappingProxyType({})) -> str:

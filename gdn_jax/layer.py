@@ -320,10 +320,8 @@ def _one_launch(
     """`_decode`, or with starts the verify form of `_packed`, as one kernel."""
     (conv, at), ssm = stacked(state.conv, layer), stacked(state.ssm, layer)[0]
     num_tokens, num_slots, longest = mixed_qkvzba.shape[0], conv.shape[1], config.mtp_step + 1
-    checks.debug_check(
-        this, num_slots=num_slots, num_tokens=num_tokens, query_start_loc=query_start_loc, **indices,
-        max_accepted=longest, max_length=longest,
-    )  # fmt: skip
+    limits: dict[str, Any] = dict(num_tokens=num_tokens, max_accepted=longest, max_length=longest)
+    checks.debug_check(this, num_slots=num_slots, query_start_loc=query_start_loc, **indices, **limits)
 
     def by_operators(mixed, weights, norm_weight, norm_eps, conv, ssm, slots, has, accepted, starts, at):
         arguments = (norm_weight, norm_eps, at)

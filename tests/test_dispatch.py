@@ -196,7 +196,8 @@ def test_a_cpu_program_holds_no_gpu_kernel(operator: str) -> None:
 def test_explain_takes_a_whole_call(name: str | None, h200: None) -> None:
     call = CALLS["recurrent_gated_delta_rule"] | {"implementation": name}
     assert "head dimensions" in str(gdn_jax.explain("recurrent_gated_delta_rule", **call))
-    assert gdn_jax.explain("gdn_decode", implementation=name).implementation == "xla"
+    assert gdn_jax.explain("gdn_decode", implementation=name).implementation == "mosaic"
+    assert gdn_jax.explain("gdn_prefill", implementation=name).implementation == "xla"
     assert (
         gdn_jax.explain("recurrent_gated_delta_rule", 1.0, operator=2).implementation == "mosaic"
     )  # nothing to look at

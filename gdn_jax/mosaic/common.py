@@ -119,8 +119,9 @@ def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
     for power in range(15, 0, -2):
         tail = tail * (s * s) + 1 / power
     softplus = jnp.maximum(x, 0) + 2 * s * tail
-    small = x < -17  # e^A_log may overflow where its product with e^x does not
-    return jnp.exp(-jnp.exp(jnp.where(small, A_log + x, A_log)) * jnp.where(small, 1, softplus))
+    small = x < -17  # there the softplus is e^x
+    half = jnp.exp(0.5 * jnp.where(small, A_log + x, A_log))  # e^A_log alone may overflow or underflow
+    return jnp.exp(-jnp.where(small, 1, softplus) * half * half)
 
 
 def keep(flag: Array, x: Array, layout: Any) -> Array:
@@ -142,17 +143,15 @@ def launch(
     out: jax.ShapeDtypeStruct,
     scratch: Sequence[Any] = (),
     cluster: dict[str, int] | None = None,
-    warpgroups: int | None = None,
 ) -> tuple[Array, ...]:
     """Runs `body(*inputs, *pools, out, *scratch)` on a grid; a pool that is donated is updated in its own memory.
 
-    The body sees a pool `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. `warpgroups`
-    adds the axis "wg" to those of `grid` and `cluster`. No barriers between the lanes of a CTA are added: a kernel whose lanes
-    exchange data through shared memory places them.
+    The body sees a pool `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. No barriers
+    between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
     """
 
     def kernel(*refs: Any) -> None:
-        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=() if warpgroups is None else "wg")
+        pl.run_scoped(partial(body, *refs), *scratch)
 
     cluster = cluster or {}
     call: Any = pl.kernel(
@@ -163,8 +162,6 @@ def launch(
             grid_names=tuple(grid),
             cluster=tuple(cluster.values()),
             cluster_names=tuple(cluster),
-            num_threads=warpgroups,
-            thread_name=None if warpgroups is None else "wg",
         ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096

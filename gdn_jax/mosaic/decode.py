@@ -4,15 +4,18 @@
     M <- e^g M;   u = beta (v - M^T k');   M <- M + k' u^T;   o = M^T q';   o <- norm(o) w silu(z)
 
 Beside the states, whose bytes count, a sequence moves its conv rows, 2 D (W - 1 + S) elements, about 5 % of them in bfloat16.
-A CTA takes one value head: the conv of its channels of q, k and v, whose outputs go through shared memory, then tiles of 64
-columns of the state by the code of the rule kernels, then the norm. The conv rows of a key head are read by all its value heads
-and shifted in place: these CTAs form a cluster, each arrives at a barrier when it has used the rows, and the first writes them
-when all have.
+A CTA takes one or more value heads of one key head: the conv of their channels of q, k and v, whose outputs go through shared
+memory; their states, all fetched by TMA at the start, tile after tile by the code of the rule kernels; the norm.
 
-| CTA | when | why |
+The conv rows of a key head are read by all its value heads and shifted in place. Where these are in several CTAs, the CTAs form
+a cluster: each arrives at a barrier when it has used the rows, and the first writes them when all have.
+
+| choice | when | why |
 |---|---|---|
-| 2 warpgroups, states straight from global memory | N HV <= 132 | a CTA an SM at most: the shortest way |
-| 1 warpgroup, all its tiles by TMA at once, then one after the other | else | registers of one tile (3 CTAs on an SM) |
+| all value heads of a key head in a CTA | 16-bit states, N HV >= 512 | more bytes in flight, q and k once, no cluster |
+| a value head a CTA | else | more CTAs |
+| tiles of 128 columns | verify, 16-bit states, N HV >= 512 | twice the work between two stores of a token |
+| tiles of 64 columns | else | registers of one tile: 3 CTAs on an SM |
 """
 
 from typing import Any
@@ -26,9 +29,7 @@ from jax import Array, lax
 from gdn_jax.mosaic.common import (
     channels_layout,
     decay_of,
-    direct_layout,
     f32,
-    i32,
     keep,
     launch,
     load,
@@ -41,8 +42,17 @@ from gdn_jax.mosaic.common import (
 from gdn_jax.types import GDNConfig, GDNWeights
 from gdn_jax.varlen import inside
 
-COLUMNS = 64  # of a tile
-FEW = 132  # value heads of a batch: as many as SMs
+MANY = 512  # value heads of a batch: some to every SM
+MAX_STATES = 64 * 1024  # bytes of states in a CTA that takes several value heads
+
+
+def heads_and_columns(n: int, config: GDNConfig, itemsize: int) -> tuple[int, int]:
+    """How many value heads a CTA takes, and the columns of its tiles."""
+    k_dim, v_dim, heads = config.head_k_dim, config.head_v_dim, config.v_heads_per_k_head
+    many = n * config.tp_num_v_heads >= MANY and itemsize == 2
+    together = many and heads * k_dim * v_dim * itemsize <= MAX_STATES and config.mtp_step == 0
+    wide = many and config.mtp_step > 0 and v_dim >= 128 and k_dim <= 128
+    return heads if together else 1, 128 if wide else 64
 
 
 def decode(
@@ -70,19 +80,17 @@ def decode(
     num_layers, num_slots, _, columns = conv.shape
     h_count, hv_count, k_dim, v_dim = config.tp_num_k_heads, config.tp_num_v_heads, config.head_k_dim, config.head_v_dim
     width, longest, per_k_head = config.conv_kernel_dim, config.mtp_step + 1, hv_count // h_count
-    few, verify = n * hv_count <= FEW, query_start_loc is not None
-    warpgroups = min(2, v_dim // COLUMNS) if few else 1
-    own = v_dim // warpgroups  # columns of a warpgroup
-    tiles = own // COLUMNS
-    staged = longest > 1 or not few
-    layout = (swizzled_layout if staged else direct_layout)(COLUMNS, ssm.dtype)
+    heads, vb = heads_and_columns(n, config, ssm.dtype.itemsize)
+    members, verify = per_k_head // heads, query_start_loc is not None
+    layout = swizzled_layout(vb, ssm.dtype)
     of_k, of_v, of_row = layout.reduce(1), layout.reduce(0), row_layout()
-    buffers = tiles + (longest > 1)  # the states to start from, and a spare one to store from in turn
+    tiles = [(head, part * vb) for head in range(heads) for part in range(v_dim // vb)]  # of a CTA, and their columns
+    buffers = len(tiles) + (longest > 1)  # the states to start from, and a spare one to store from in turn
 
     inputs = dict(
         x=mixed, weight=weights.conv_weight, bias=weights.conv_bias, A_log=weights.A_log, dt_bias=weights.dt_bias,
         norm_weight=norm_weight, norm_eps=norm_eps[None], slots=slots, layer=layer[None], accepted=num_accepted_tokens,
-        loc=query_start_loc, has=None if has_initial_state is None else has_initial_state.astype(i32),
+        loc=query_start_loc, has=None if has_initial_state is None else has_initial_state.astype(jnp.int32),
     )  # fmt: skip
     given = {name: x for name, x in inputs.items() if x is not None}
 
@@ -90,8 +98,8 @@ def decode(
         ref = dict(zip(given, refs))
         conv_ref, ssm_ref, o_ref, tiles_sm, qk_sm, v_sm, o_sm, rows_sm, *barriers = refs[len(given) :]
         arrived, convolved, out_ready, *rows_used = barriers
-        i, h, member, wg = (lax.axis_index(name) for name in ("n", "h", "member", "wg"))
-        hv = h * per_k_head + member
+        i, h, member = (lax.axis_index(name) for name in ("n", "h", "member"))
+        first_hv = h * per_k_head + member * heads
         slot, at = ref["slots"][i], ref["layer"][0]
         start, end, offset = i, i + 1, 0
         valid = inside(slot, num_slots) & inside(at, num_layers)
@@ -102,18 +110,13 @@ def decode(
             valid &= inside(offset, longest) & (end - start <= longest)
         length, row = end - start, at * num_slots + slot
 
-        def columns_of(tile: int) -> Any:
-            return pl.ds(wg * own + tile * COLUMNS, COLUMNS)
-
-        def state_at(token: Any, tile: int) -> Any:
-            return ssm_ref.at[row * longest + token, hv, :, columns_of(tile)]
+        def state_at(token: Any, head: int, column: int) -> Any:
+            return ssm_ref.at[row * longest + token, first_hv + head, :, pl.ds(column, vb)]
 
         @pl.when(valid & (length > 0))
         def _() -> None:
-            if staged:
-                for tile in range(tiles):
-                    plgpu.copy_gmem_to_smem(state_at(offset, tile), tiles_sm.at[wg, tile], arrived.at[wg, tile])
-            m: Any = None if staged else load(state_at(offset, 0), layout)
+            for number, (head, column) in enumerate(tiles):
+                plgpu.copy_gmem_to_smem(state_at(offset, head, column), tiles_sm.at[number], arrived.at[number])
             tokens = [jnp.minimum(start + t, num_tokens - 1) for t in range(longest)]
             has = ref["has"][i] != 0 if "has" in ref else None
 
@@ -127,23 +130,22 @@ def decode(
                 history = [x if has is None else keep(has, x, lanes) for x in history]
                 return first, size, bias, taps, history + [load(ref["x"].at[token, here], lanes) for token in tokens]
 
-            size = min(k_dim, 2 * k_dim // warpgroups)  # of a piece of q | k
-            pieces = []
-            for begin in range(0, 2 * k_dim, size * warpgroups):
-                place = begin + wg * size
-                is_k = lax.div(place, i32(k_dim))
-                pieces.append((place, channels((is_k * h_count + h) * k_dim + place - is_k * k_dim, size)))
-            v_piece = channels(2 * config.key_dim + hv * v_dim + wg * own, own)
-            rate, shift = (ref[name][hv].astype(f32) for name in ("A_log", "dt_bias"))
-            b, a = ([ref["x"][token, config.qkvz_dim + n + hv].astype(f32) for token in tokens] for n in (0, hv_count))
+            def gates(hv: Array, token: Array) -> tuple[Array, Array]:
+                b, a = (ref["x"][token, config.qkvz_dim + part + hv].astype(f32) for part in (0, hv_count))
+                return decay_of(ref["A_log"][hv].astype(f32), a, ref["dt_bias"][hv].astype(f32)), sigmoid(b)
 
-            def gate(token: Array) -> tuple[Array, Array]:
+            def output_gate(hv: Array, token: Array) -> tuple[Array, Array]:
                 z = ref["x"].at[token, pl.ds(config.conv_dim + hv * v_dim, v_dim)]
                 return load(z, of_row), load(ref["norm_weight"], of_row)
 
-            gates = gate(tokens[0]) if norm_weight is not None and longest == 1 else None
+            hvs = [first_hv + head for head in range(heads)]
+            qk_pieces = [channels((which * h_count + h) * k_dim, k_dim) for which in (0, 1)]
+            v_pieces = [channels(2 * config.key_dim + hv * v_dim, v_dim) for hv in hvs]
+            decay_and_write = [[gates(hv, token) for token in tokens] for hv in hvs]
+            early = norm_weight is not None and longest == 1
+            output_gates = [output_gate(hv, tokens[0]) for hv in hvs] if early else []
 
-            def convolve(out: Any, place: Any, piece: tuple[Any, ...]) -> None:
+            def convolve(out: Any, place: int, piece: tuple[Any, ...]) -> None:
                 _, size, bias, taps, window = piece
                 for t in range(longest):
                     y = taps[0] * window[t]
@@ -159,82 +161,80 @@ def decode(
                 value = value if t < 1 else keep(length > t, value, channels_layout(piece[1]))
                 return value.astype(conv.dtype)
 
-            convolve(v_sm, wg * own, v_piece)
-            for place, piece in pieces:
-                convolve(qk_sm, place, piece)
+            for which, piece in enumerate(qk_pieces):
+                convolve(qk_sm, which * k_dim, piece)
+            for head, piece in enumerate(v_pieces):
+                convolve(v_sm, head * v_dim, piece)
+            for which, piece in enumerate(qk_pieces):
                 for j in range(columns):
-                    rows_sm[j, pl.ds(place, size)] = new_column(j, piece)
-            for j in range(columns):  # v's, which no other CTA reads
-                conv_ref[row, pl.ds(v_piece[0], own), j] = new_column(j, v_piece)
-            decays = [decay_of(rate, x, shift) for x in a]
-            writes = [sigmoid(x) for x in b]
+                    if rows_used:
+                        rows_sm[j, pl.ds(which * k_dim, k_dim)] = new_column(j, piece)
+                    else:
+                        conv_ref[row, pl.ds(piece[0], k_dim), j] = new_column(j, piece)
+            for piece in v_pieces:  # which no other CTA reads
+                for j in range(columns):
+                    conv_ref[row, pl.ds(piece[0], v_dim), j] = new_column(j, piece)
             plgpu.barrier_arrive(convolved)
             plgpu.barrier_wait(convolved)
-            for barrier in rows_used:  # one thread arrives for its warpgroup: all of them have to be past their loads
+            for barrier in rows_used:  # one thread arrives for all: they have to be past their loads
                 plgpu.barrier_arrive(barrier)
 
-            for tile in range(tiles):
-                if staged:
-                    plgpu.barrier_wait(arrived.at[wg, tile])
-                    m = plgpu.load(tiles_sm.at[wg, tile], layout=layout).astype(f32)
-                elif tile > 0:
-                    m = load(state_at(offset, tile), layout)
-                if has is not None:
-                    m = keep(has, m, layout)
+            for number, (head, column) in enumerate(tiles):
+                plgpu.barrier_wait(arrived.at[number])
+                m = plgpu.load(tiles_sm.at[number], layout=layout).astype(f32)
+                m = m if has is None else keep(has, m, layout)
+                here = pl.ds(head * v_dim + column, vb)
                 for t in range(longest):
                     query, key = (load(qk_sm.at[t, pl.ds(first, k_dim)], of_k) for first in (0, k_dim))
-                    value = load(v_sm.at[t, columns_of(tile)], of_v)
-                    m, o = rule_step(m, query, key, value, decays[t], writes[t], f32(k_dim**-0.5), True, layout)
-                    o_sm[t, columns_of(tile)] = o.astype(dtype)
-                    target, buffer = state_at(t, tile), tiles_sm.at[wg, tile if t % 2 == 0 else tiles]
+                    value, (decay, write) = load(v_sm.at[t, here], of_v), decay_and_write[head][t]
+                    m, o = rule_step(m, query, key, value, decay, write, f32(k_dim**-0.5), True, layout)
+                    o_sm[t, here] = o.astype(dtype)
+                    buffer = tiles_sm.at[number if t % 2 == 0 else len(tiles)]
 
                     @pl.when(length > t)  # no token beyond the sequence is followed by a real one
                     def _() -> None:
-                        if not staged:
-                            target[...] = m.astype(ssm.dtype)
-                            return
                         if t > 0:
                             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         buffer[...] = m.astype(ssm.dtype)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(buffer, target)
-
-            for barrier in rows_used:
-                plgpu.barrier_wait(barrier)  # also by those who write nothing: others arrive in their shared memory
-
-            @pl.when(member == 0)
-            def _() -> None:
-                for place, (first, *_) in pieces:
-                    for j in range(columns):
-                        new = plgpu.load(rows_sm.at[j, pl.ds(place, size)], layout=channels_layout(size), optimized=False)
-                        conv_ref[row, pl.ds(first, size), j] = new
+                        plgpu.copy_smem_to_gmem(buffer, state_at(t, head, column))
 
             plgpu.barrier_arrive(out_ready)
             plgpu.barrier_wait(out_ready)
             for t in range(longest):
 
-                @pl.when((length > t) & (wg == t % warpgroups))
+                @pl.when(length > t)
                 def _() -> None:
-                    o = load(o_sm.at[t], of_row)
-                    if norm_weight is not None:
-                        z, w = gates or gate(tokens[t])
-                        o *= lax.rsqrt(jnp.sum(o * o) * (1 / v_dim) + ref["norm_eps"][0])
-                        o = o.astype(dtype).astype(f32) * w
-                        o = o.astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32) * (z * sigmoid(z))
-                    o_ref[tokens[t], hv] = o.astype(dtype)
+                    for head, hv in enumerate(hvs):
+                        o = load(o_sm.at[t, pl.ds(head * v_dim, v_dim)], of_row)
+                        if norm_weight is not None:
+                            z, w = output_gates[head] if early else output_gate(hv, tokens[t])
+                            o *= lax.rsqrt(jnp.sum(o * o) * (1 / v_dim) + ref["norm_eps"][0])
+                            o = o.astype(dtype).astype(f32) * w
+                            o = o.astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32) * (z * sigmoid(z))
+                        o_ref[tokens[t], hv] = o.astype(dtype)
 
-            if staged:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for barrier in rows_used:
+                plgpu.barrier_wait(barrier)  # also by those who write nothing: others arrive in their shared memory
+
+                @pl.when(member == 0)
+                def _() -> None:
+                    lanes = channels_layout(k_dim)
+                    for which, piece in enumerate(qk_pieces):
+                        for j in range(columns):
+                            new = plgpu.load(rows_sm.at[j, pl.ds(which * k_dim, k_dim)], layout=lanes, optimized=False)
+                            conv_ref[row, pl.ds(piece[0], k_dim), j] = new
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         # Zeros for the tokens of padding, and behind the last sequence.
         def zero(token: Array, _: None) -> None:
-            o_ref[token, hv] = plgpu.layout_cast(jnp.zeros((v_dim,), dtype), of_row)
+            for head in range(heads):
+                o_ref[token, first_hv + head] = plgpu.layout_cast(jnp.zeros((v_dim,), dtype), of_row)
 
-        @pl.when(wg == 0)
-        def _() -> None:
-            lax.fori_loop(jnp.where(valid, end, start), end, zero, None)
-            if verify:
-                lax.fori_loop(end, jnp.where(i == n - 1, num_tokens, end), zero, None)
+        lax.fori_loop(jnp.where(valid, end, start), end, zero, None)
+        if verify:
+            lax.fori_loop(end, jnp.where(i == n - 1, num_tokens, end), zero, None)
 
     o, conv, ssm = launch(
         body,
@@ -244,15 +244,14 @@ def decode(
         (conv, ssm),
         jax.ShapeDtypeStruct((num_tokens, hv_count, v_dim), dtype),
         (
-            plgpu.SMEM((warpgroups, buffers, k_dim, COLUMNS), ssm.dtype, transforms=swizzled(ssm.dtype)),
+            plgpu.SMEM((buffers, k_dim, vb), ssm.dtype, transforms=swizzled(ssm.dtype)),
             plgpu.SMEM((longest, 2 * k_dim), dtype),
-            *(plgpu.SMEM((longest, v_dim), dtype) for _ in range(2)),
+            *(plgpu.SMEM((longest, heads * v_dim), dtype) for _ in range(2)),
             plgpu.SMEM((columns, 2 * k_dim), conv.dtype),
-            plgpu.Barrier(num_barriers=(warpgroups, tiles)),
-            *(plgpu.Barrier(num_arrivals=warpgroups) for _ in range(2)),
-            *([plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=warpgroups)] if per_k_head > 1 else []),
+            plgpu.Barrier(num_barriers=len(tiles)),
+            *(plgpu.Barrier() for _ in range(2)),
+            *([plgpu.ClusterBarrier(collective_axes=("member",))] if members > 1 else []),
         ),
-        cluster=dict(member=per_k_head),
-        warpgroups=warpgroups,
+        cluster=dict(member=members),
     )
     return o, conv, ssm
