@@ -142,8 +142,10 @@ def decode(
             qk_pieces = [channels((which * h_count + h) * k_dim, k_dim) for which in (0, 1)]
             v_pieces = [channels(2 * config.key_dim + hv * v_dim, v_dim) for hv in hvs]
             decay_and_write = [[gates(hv, token) for token in tokens] for hv in hvs]
-            early = norm_weight is not None and longest == 1
-            output_gates = [output_gate(hv, tokens[0]) for hv in hvs] if early else []
+            # Of one token now; of several when the registers of the tiles are free.
+            output_gates = (
+                [[output_gate(hv, tokens[0]) for hv in hvs]] if norm_weight is not None and longest == 1 else []
+            )
 
             def convolve(out: Any, place: int, piece: tuple[Any, ...]) -> None:
                 _, size, bias, taps, window = piece
@@ -199,6 +201,8 @@ def decode(
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(buffer, state_at(t, head, column))
 
+            if norm_weight is not None and longest > 1:
+                output_gates = [[output_gate(hv, token) for hv in hvs] for token in tokens]
             plgpu.barrier_arrive(out_ready)
             plgpu.barrier_wait(out_ready)
             for t in range(longest):
@@ -208,7 +212,7 @@ def decode(
                     for head, hv in enumerate(hvs):
                         o = load(o_sm.at[t, pl.ds(head * v_dim, v_dim)], of_row)
                         if norm_weight is not None:
-                            z, w = output_gates[head] if early else output_gate(hv, tokens[t])
+                            z, w = output_gates[t][head]
                             o *= lax.rsqrt(jnp.sum(o * o) * (1 / v_dim) + ref["norm_eps"][0])
                             o = o.astype(dtype).astype(f32) * w
                             o = o.astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32) * (z * sigmoid(z))
