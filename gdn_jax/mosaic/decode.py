@@ -12,9 +12,9 @@ a cluster: each arrives at a barrier when it has used the rows, and the first wr
 
 | choice | when | why |
 |---|---|---|
-| all value heads of a key head in a CTA | 16-bit states, N HV >= 512 | more bytes in flight, q and k once, no cluster |
-| a value head a CTA | else | more CTAs |
-| tiles of 128 columns | verify, 16-bit states, N HV >= 512 | twice the work between two stores of a token |
+| all value heads of a key head in a CTA | decode, 16-bit states, N HV >= 512 | more bytes in flight, q and k once, no cluster |
+| a value head a CTA | else | more CTAs; in a verify step the registers of one head |
+| tiles of 128 columns | 16-bit states, N HV >= 512 | more work between two waits |
 | tiles of 64 columns | else | registers of one tile: 3 CTAs on an SM |
 """
 
@@ -51,7 +51,7 @@ def heads_and_columns(n: int, config: GDNConfig, itemsize: int) -> tuple[int, in
     k_dim, v_dim, heads = config.head_k_dim, config.head_v_dim, config.v_heads_per_k_head
     many = n * config.tp_num_v_heads >= MANY and itemsize == 2
     together = many and heads * k_dim * v_dim * itemsize <= MAX_STATES and config.mtp_step == 0
-    wide = many and config.mtp_step > 0 and v_dim >= 128 and k_dim <= 128
+    wide = many and v_dim >= 128 and k_dim <= 128
     return heads if together else 1, 128 if wide else 64
 
 
