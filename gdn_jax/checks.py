@@ -13,7 +13,7 @@ from jax import Array
 from jax.experimental import checkify
 
 from gdn_jax.types import ACTIVATIONS, GDNConfig, GDNState, GDNWeights
-from gdn_jax.varlen import accepted_slots, inside, narrow, where_inside
+from gdn_jax.varlen import accepted_slots, inside, narrow, slots_of, where_inside
 
 type ArrayLike = Array | np.ndarray
 
@@ -368,7 +368,7 @@ def debug_check(
         checkify.debug_check(fits, message, x=query_start_loc, t=jnp.int32(num_tokens))
     else:
         lengths = jnp.full(n, max_length or 1, jnp.int32)
-    slots = jnp.arange(n, dtype=jnp.int32) if state_indices is None else state_indices
+    slots = slots_of(state_indices, n)
     has = jnp.ones(n, bool) if has_initial_state is None else has_initial_state
     live = (slots >= 0) & (lengths > 0)
 

@@ -60,20 +60,29 @@ def _capability() -> float:
     return float(getattr(_device(), "compute_capability", 9.0))
 
 
+def _head_limits(dims: Mapping[str, int], num_v_heads: int = 0, num_k_heads: int = 0) -> str | None:
+    """What no kernel takes; `dims` by the words that come before a size."""
+    for told, size in dims.items():
+        if size not in KERNEL_DIMS:
+            return f"its kernel takes head dimensions of {', '.join(map(str, KERNEL_DIMS))}, and {told} {size}"
+    if num_v_heads > 8 * num_k_heads:
+        return f"its kernel takes up to 8 value heads a key head, and there are {num_v_heads // num_k_heads}"
+    return None
+
+
+def _first_empty(**arrays: Any) -> str | None:
+    """Which of the arrays that are given is empty."""
+    return next((f"`{name}` is empty" for name, x in arrays.items() if x is not None and 0 in x.shape), None)
+
+
 def _rule_limits(
     q: Any = None, v: Any = None, ssm_state: Any = None, num_accepted_tokens: Any = None, **_: Any
 ) -> str | None:
     """What keeps a call of the rule from the recurrent kernels, as far as the arguments are given."""
-    for name, array in dict(q=q, v=v).items():
-        if array is not None and array.shape[-1] not in KERNEL_DIMS:
-            sizes = ", ".join(map(str, KERNEL_DIMS))
-            return f"its kernel takes head dimensions of {sizes}, and `{name}` has {array.shape[-1]}"
-    if q is not None and v is not None and v.shape[-2] > 8 * q.shape[-2]:
-        return f"its kernel takes up to 8 value heads a key head, and there are {v.shape[-2] // q.shape[-2]}"
-    for name, array in dict(v=v, ssm_state=ssm_state, num_accepted_tokens=num_accepted_tokens).items():
-        if array is not None and 0 in array.shape:
-            return f"`{name}` is empty"
-    return None
+    dims = {f"`{name}` has": x.shape[-1] for name, x in dict(q=q, v=v).items() if x is not None}
+    heads = (v.shape[-2], q.shape[-2]) if q is not None and v is not None else ()
+    empty = _first_empty(v=v, ssm_state=ssm_state, num_accepted_tokens=num_accepted_tokens)
+    return _head_limits(dims, *heads) or empty
 
 
 def _layer_limits(
@@ -81,20 +90,15 @@ def _layer_limits(
 ) -> str | None:
     """The same for `gdn_decode` and `gdn_mtp_decode`, and the kernel of one launch."""
     if isinstance(config, GDNConfig):
-        for name in ("head_k_dim", "head_v_dim"):
-            if (size := getattr(config, name)) not in KERNEL_DIMS:
-                return f"its kernel takes head dimensions of {', '.join(map(str, KERNEL_DIMS))}, and {name} is {size}"
+        dims = {f"{name} is": getattr(config, name) for name in ("head_k_dim", "head_v_dim")}
+        if (why := _head_limits(dims, config.num_v_heads, config.num_k_heads)) is not None:
+            return why
         if config.head_k_dim * config.head_v_dim > MAX_HEAD_STATE:
             return f"its kernel takes states of up to {MAX_HEAD_STATE} elements a head"
-        if config.v_heads_per_k_head > 8:
-            return f"its kernel takes up to 8 value heads a key head, and there are {config.v_heads_per_k_head}"
         if config.mtp_step > MAX_MTP_STEP:
             return f"its kernel takes mtp_step up to {MAX_MTP_STEP}, and it is {config.mtp_step}"
     pools = dict(zip(("state.conv", "state.ssm"), state)) if isinstance(state, GDNState) else {}
-    for name, array in dict(mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens, **pools).items():
-        if array is not None and 0 in array.shape:
-            return f"`{name}` is empty"
-    return None
+    return _first_empty(mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens, **pools)
 
 
 # What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
@@ -104,10 +108,10 @@ _LIMITS: dict[str, Callable[..., str | None]] = {
     "gdn_decode": _layer_limits,
     "gdn_mtp_decode": _layer_limits,
 }
-_POSITIONAL = {
-    name: ("weights", "state", "mixed_qkvzba") if limits is _layer_limits else ("q", "k", "v", "g", "beta")
-    for name, limits in _LIMITS.items()
-}
+_RULE, _LAYER = ("q", "k", "v", "g", "beta"), ("weights", "state", "mixed_qkvzba")
+_POSITIONAL = dict(
+    recurrent_gated_delta_rule=_RULE, mtp_gated_delta_rule=_RULE, gdn_decode=_LAYER, gdn_mtp_decode=_LAYER
+)
 
 
 def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) -> str | None:

@@ -20,7 +20,7 @@ from gdn_jax.ops.mtp import mtp_gated_delta_rule
 from gdn_jax.ops.norm import gated_rms_norm
 from gdn_jax.ops.recurrent import recurrent_gated_delta_rule
 from gdn_jax.types import GDNConfig, GDNOutput, GDNState, GDNWeights
-from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, token_table, where_inside
+from gdn_jax.varlen import equal_starts, resolve, sequences, slots_of, stacked, token_table, unstacked, where_inside
 
 
 def split_qkvzba(mixed_qkvzba: ArrayLike, config: GDNConfig) -> tuple[Array, Array, Array, Array]:
@@ -288,8 +288,7 @@ def _decode(
 ) -> GDNOutput:
     """The layer on one token a sequence."""
     n, num_slots = mixed_qkvzba.shape[0], state.conv.shape[-3]
-    slots = indices["state_indices"]
-    valid = where_inside(jnp.arange(n, dtype=jnp.int32) if slots is None else slots, num_slots) >= 0
+    valid = where_inside(slots_of(indices["state_indices"], n), num_slots) >= 0
     if layer is not None:
         valid &= where_inside(layer, state.conv.shape[0]) >= 0
     mixed_qkv, z, b, a = _split(mixed_qkvzba, valid, config)
@@ -335,13 +334,11 @@ def _one_launch(
         return out.o, *out.state
 
     slots, has, accepted = map(indices.get, ("state_indices", "has_initial_state", "num_accepted_tokens"))
-    n = num_tokens if accepted is None else accepted.shape[0]
-    slots = jnp.arange(n, dtype=jnp.int32) if slots is None else slots
+    slots = slots_of(slots, num_tokens if accepted is None else accepted.shape[0])
     arguments = (mixed_qkvzba, weights, norm_weight, norm_eps, conv, ssm, slots, has, accepted, query_start_loc, at)
     o, conv, ssm = run("mosaic", "decode", by_operators, *arguments, config=config)
-    if layer is None:
-        conv, ssm = conv[0], ssm[0]
-    return GDNOutput(o, split_qkvzba(mixed_qkvzba, config)[1], GDNState(conv, ssm))
+    state = GDNState(unstacked(conv, layer), unstacked(ssm, layer))
+    return GDNOutput(o, split_qkvzba(mixed_qkvzba, config)[1], state)
 
 
 def gdn_prefill(

@@ -48,6 +48,16 @@ def stacked(pool: Array, layer: Array | None) -> tuple[Array, Array]:
     return (pool[None], jnp.int32(0)) if layer is None else (pool, layer)
 
 
+def unstacked(pool: Array, layer: Array | None) -> Array:
+    """The way back from `stacked`."""
+    return pool[0] if layer is None else pool
+
+
+def slots_of(state_indices: Array | None, num_sequences: int) -> Array:
+    """Int32 `[N]`: the slots given, or for None row n for sequence n."""
+    return jnp.arange(num_sequences, dtype=jnp.int32) if state_indices is None else state_indices
+
+
 def inside(index: Array, size: int) -> Array:
     """Bool, like `index` (int32): whether it names one of `size` rows."""
     return (index >= 0) & (index < size)
@@ -85,7 +95,7 @@ def resolve(
 ) -> Batch:
     """Applies the rules of padding: any slot, layer or accepted count out of range makes the sequence padding."""
     n = starts.shape[0]
-    slot = jnp.arange(n, dtype=jnp.int32) if state_indices is None else state_indices
+    slot = slots_of(state_indices, n)
     has = jnp.ones(n, bool) if has_initial_state is None else has_initial_state
     ok = inside(slot, num_slots) & inside(layer, num_layers)
     if max_length is not None:

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -103,6 +104,30 @@ def rule_inputs(
 def conv_inputs(rng: np.random.Generator, *lead: int, D: int = 5, W: int = 4, dtype: Any = np.float32) -> Arrays:
     shapes = dict(x=(*lead, D), weight=(D, W), bias=(D,))
     return {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def make_weights(rng: np.random.Generator, config: gdn_jax.GDNConfig, dtype: Any = np.float32) -> gdn_jax.GDNWeights:
+    D, W, HV = config.conv_dim, config.conv_kernel_dim, config.tp_num_v_heads
+    arrays = [
+        0.5 * rng.standard_normal((D, W)),
+        0.1 * rng.standard_normal(D),
+        rng.uniform(-3, 1, HV),
+        rng.normal(size=HV),
+    ]
+    return gdn_jax.GDNWeights(*(jnp.asarray(array.astype(np.float32), dtype) for array in arrays))
+
+
+def make_state(
+    rng: np.random.Generator, config: gdn_jax.GDNConfig, num_slots: int, layers: int | None = None
+) -> gdn_jax.GDNState:
+    zeros = gdn_jax.init_state(config, num_slots, layers)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape).astype(np.float32), x.dtype), zeros)
+
+
+def make_mixed(
+    rng: np.random.Generator, config: gdn_jax.GDNConfig, num_tokens: int, dtype: Any = np.float32
+) -> jax.Array:
+    return jnp.asarray(rng.standard_normal((num_tokens, config.qkvz_dim + config.ba_dim)).astype(np.float32), dtype)
 
 
 def at(arrays: Arrays, part: Any) -> Arrays:

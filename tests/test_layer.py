@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import make_mixed, make_state, make_weights
 
 import gdn_jax
 import golden
@@ -40,28 +41,6 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, INT)
 
 
-def make_weights(rng: np.random.Generator, config: GDNConfig, dtype: Any = F32) -> GDNWeights:
-    D, W, HV = config.conv_dim, config.conv_kernel_dim, config.tp_num_v_heads
-    arrays = [
-        0.5 * rng.standard_normal((D, W)),
-        0.1 * rng.standard_normal(D),
-        rng.uniform(-3, 1, HV),
-        rng.normal(size=HV),
-    ]
-    return GDNWeights(*(jnp.asarray(array.astype(F32), dtype) for array in arrays))
-
-
-def make_state(
-    rng: np.random.Generator, config: GDNConfig, num_slots: int = SLOTS, layers: int | None = None
-) -> GDNState:
-    zeros = gdn_jax.init_state(config, num_slots, layers)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape).astype(F32), x.dtype), zeros)
-
-
-def make_mixed(rng: np.random.Generator, config: GDNConfig, num_tokens: int, dtype: Any = F32) -> jax.Array:
-    return jnp.asarray(rng.standard_normal((num_tokens, config.qkvz_dim + config.ba_dim)).astype(F32), dtype)
-
-
 class Case:
     """Weights, a random state, random inputs and a norm weight of one configuration, and a fixed ragged batch for each
     function, with every kind of sequence in it."""
@@ -69,7 +48,7 @@ class Case:
     def __init__(self, seed: int, config: GDNConfig, dtype: Any = F32) -> None:
         rng = np.random.default_rng(seed)
         self.config, self.dtype = config, dtype
-        self.weights, self.state = make_weights(rng, config), make_state(rng, config)
+        self.weights, self.state = make_weights(rng, config), make_state(rng, config, SLOTS)
         self.prompt, self.norm_weight = make_mixed(rng, config, T, dtype), jnp.asarray(rng.uniform(0.5, 1.5, 6), dtype)
         self.step, self.drafts = make_mixed(rng, config, DN, dtype), make_mixed(rng, config, VT, dtype)
 
@@ -478,7 +457,7 @@ LAYERS = 3
 def test_a_layer_of_a_stacked_state(function: str, config: GDNConfig) -> None:
     case = Case(21, config)
     call = case.calls()[function]
-    state = make_state(np.random.default_rng(22), config, layers=LAYERS)
+    state = make_state(np.random.default_rng(22), config, SLOTS, LAYERS)
     for layer in (2, np.int64(0), jnp.int32(1), np.array(2, np.int8)):
         out = run(function, {**call, "state": state, "layer": layer})
         at = int(layer)
@@ -675,7 +654,7 @@ def test_init_state(config: GDNConfig, layers: int | None) -> None:
 @pytest.mark.parametrize("layers", [None, 2])
 @pytest.mark.parametrize("config", [PLAIN, MTP], ids=["plain", "mtp"])
 def test_reset_slots(config: GDNConfig, layers: int | None) -> None:
-    state = make_state(np.random.default_rng(60), config, layers=layers)
+    state = make_state(np.random.default_rng(60), config, SLOTS, layers)
     for slots in (
         ints(2, 0, 6, 2),
         ints(-1, SLOTS, HUGE, -(2**31)),
@@ -692,7 +671,7 @@ def test_reset_slots(config: GDNConfig, layers: int | None) -> None:
 @pytest.mark.parametrize("layers", [None, 2])
 @pytest.mark.parametrize("config", [PLAIN, MTP], ids=["plain", "mtp"])
 def test_copy_slots(config: GDNConfig, layers: int | None) -> None:
-    state = make_state(np.random.default_rng(61), config, layers=layers)
+    state = make_state(np.random.default_rng(61), config, SLOTS, layers)
     for src, dst in [
         (ints(0, 1, 2), ints(1, 2, 3)),  # a chain: every source is read before any slot is written
         (ints(4, 5, 6), ints(5, 6, 4)),  # a ring
@@ -707,7 +686,7 @@ def test_copy_slots(config: GDNConfig, layers: int | None) -> None:
 
 
 def test_copies_under_jit_and_donation() -> None:
-    state = make_state(np.random.default_rng(62), MTP)
+    state = make_state(np.random.default_rng(62), MTP, SLOTS)
     src, dst = ints(1, 2, 0), ints(2, 1, -1)
     want = reference.copy_slots(state, src, dst, MTP, dtype=F32)
     copy = jax.jit(gdn_jax.copy_slots, static_argnums=3, donate_argnums=0)

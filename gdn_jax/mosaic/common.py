@@ -134,6 +134,12 @@ def load(ref: Any, layout: Any) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
 
 
+def tokens_of(query_start_loc: Any, n: Array, num_tokens: int) -> tuple[Array, Array]:
+    """The first token of sequence n and the one behind its last, inside `[0, num_tokens]` whatever the ref holds."""
+    start = jnp.clip(query_start_loc[n], 0, num_tokens)
+    return start, jnp.clip(query_start_loc[n + 1], start, num_tokens)
+
+
 def launch(
     body: Callable[..., None],
     name: str,

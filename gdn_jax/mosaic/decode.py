@@ -38,6 +38,7 @@ from gdn_jax.mosaic.common import (
     sigmoid,
     swizzled,
     swizzled_layout,
+    tokens_of,
 )
 from gdn_jax.types import GDNConfig, GDNWeights
 from gdn_jax.varlen import inside
@@ -104,8 +105,7 @@ def decode(
         start, end, offset = i, i + 1, 0
         valid = inside(slot, num_slots) & inside(at, num_layers)
         if verify:
-            start = jnp.clip(ref["loc"][i], 0, num_tokens)
-            end = jnp.clip(ref["loc"][i + 1], start, num_tokens)
+            start, end = tokens_of(ref["loc"], i, num_tokens)
             offset = ref["accepted"][i] - 1
             valid &= inside(offset, longest) & (end - start <= longest)
         length, row = end - start, at * num_slots + slot
@@ -167,15 +167,12 @@ def decode(
                 convolve(qk_sm, which * k_dim, piece)
             for head, piece in enumerate(v_pieces):
                 convolve(v_sm, head * v_dim, piece)
-            for which, piece in enumerate(qk_pieces):
+            for which, piece in enumerate(qk_pieces if rows_used else []):  # which other CTAs may still read
                 for j in range(columns):
-                    if rows_used:
-                        rows_sm[j, pl.ds(which * k_dim, k_dim)] = new_column(j, piece)
-                    else:
-                        conv_ref[row, pl.ds(piece[0], k_dim), j] = new_column(j, piece)
-            for piece in v_pieces:  # which no other CTA reads
+                    rows_sm[j, pl.ds(which * k_dim, k_dim)] = new_column(j, piece)
+            for piece in v_pieces if rows_used else qk_pieces + v_pieces:
                 for j in range(columns):
-                    conv_ref[row, pl.ds(piece[0], v_dim), j] = new_column(j, piece)
+                    conv_ref[row, pl.ds(*piece[:2]), j] = new_column(j, piece)
             plgpu.barrier_arrive(convolved)
             plgpu.barrier_wait(convolved)
             for barrier in rows_used:  # one thread arrives for all: they have to be past their loads

@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled
+from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled, tokens_of
 from gdn_jax.varlen import inside
 
 BUFFERS = 2
@@ -69,8 +69,7 @@ def mtp(
         pool_ref, o_ref, tile_sm, q_sm, k_sm, v_sm, tile_arrived, rest_arrived = refs[11:]
         i, hv, part = (lax.axis_index(name) for name in ("n", "hv", "part"))
         h, cols = lax.div(hv, i32(num_v_heads // num_k_heads)), pl.ds(part * vb, vb)
-        start = jnp.clip(loc_ref[i], 0, num_tokens)
-        end = jnp.clip(loc_ref[i + 1], start, num_tokens)
+        start, end = tokens_of(loc_ref, i, num_tokens)
         length, accepted, at = end - start, accepted_ref[i], layer_ref[0]
         slot = read_ref[i, jnp.clip(accepted - 1, 0, longest - 1)]
         valid = inside(slot, num_slots) & inside(at, num_layers)

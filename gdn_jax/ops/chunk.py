@@ -11,7 +11,7 @@ from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
 from gdn_jax.dispatch import choose
 from gdn_jax.ops.recurrent import rule_inputs, rule_scale
-from gdn_jax.varlen import equal_starts, resolve, sequences, stacked
+from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, unstacked
 
 
 @functools.partial(jax.jit, static_argnames=("use_qk_l2norm", "chunk_size"))
@@ -42,7 +42,7 @@ def _run(
     o, pool = xla.chunk.chunk(
         q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size
     )
-    return o, pool if layer is not None else pool[0]
+    return o, unstacked(pool, layer)
 
 
 def chunk_gated_delta_rule(

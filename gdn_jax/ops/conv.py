@@ -10,7 +10,7 @@ from jax import Array
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
 from gdn_jax.dispatch import choose
-from gdn_jax.varlen import equal_starts, resolve, sequences, stacked
+from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, unstacked
 
 
 @functools.partial(jax.jit, static_argnames=("this", "activation", "verify"))
@@ -39,7 +39,7 @@ def _run(
         starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices, **limits
     )
     y, pool = xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
-    return y, pool if conv_state is None or layer is not None else pool[0]
+    return y, pool if conv_state is None else unstacked(pool, layer)
 
 
 def _weights(this: str, x: ArrayLike, weight: Any, bias: Any, activation: Any) -> int:

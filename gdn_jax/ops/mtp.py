@@ -9,7 +9,7 @@ from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
 from gdn_jax.dispatch import choose, run
 from gdn_jax.ops.recurrent import rule_inputs, rule_scale
-from gdn_jax.varlen import resolve_verify, sequences, stacked
+from gdn_jax.varlen import resolve_verify, sequences, stacked, unstacked
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "use_qk_l2norm"))
@@ -57,7 +57,7 @@ def _run(
 
     arguments = (q, k, v, g, beta, pool, read_indices, write_indices, num_accepted_tokens, query_start_loc, at, scale)
     o, pool = run(implementation, "mtp", on_xla, *arguments, use_qk_l2norm=use_qk_l2norm)
-    return o, pool if layer is not None else pool[0]
+    return o, unstacked(pool, layer)
 
 
 def mtp_gated_delta_rule(

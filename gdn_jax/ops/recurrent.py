@@ -10,7 +10,7 @@ from jax import Array
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
 from gdn_jax.dispatch import choose, run
-from gdn_jax.varlen import resolve, stacked
+from gdn_jax.varlen import resolve, slots_of, stacked, unstacked
 
 
 def rule_inputs(this: str, q: Any, k: Any, v: Any, g: Any, beta: Any, **lead: int | None) -> tuple[int, int, int]:
@@ -68,11 +68,10 @@ def _run(
         )
         return xla.recurrent.recurrent(q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm)
 
-    slots = indices["state_indices"]
-    slots = jnp.arange(n, dtype=jnp.int32) if slots is None else slots
+    slots = slots_of(indices["state_indices"], n)
     arguments = (q, k, v, g, beta, pool, slots, indices["has_initial_state"], at, scale)
     o, pool = run(implementation, "recurrent", on_xla, *arguments, use_qk_l2norm=use_qk_l2norm)
-    return o, pool if layer is not None else pool[0]
+    return o, unstacked(pool, layer)
 
 
 def recurrent_gated_delta_rule(
