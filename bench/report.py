@@ -1,4 +1,4 @@
-"""Timing in turns, and tables as Markdown and CSV."""
+"""Timing in turns, and tables as Markdown, CSV and a plot."""
 
 import csv
 import importlib.metadata
@@ -69,3 +69,21 @@ def write(folder: Path, suite: str, header: str, tables: list[Table]) -> None:
             writer = csv.writer(file)
             writer.writerow(table.columns)
             writer.writerows([[_text(value) for value in row] for row in table.rows])
+
+
+def plot(path: Path, tables: list[Table], x: str, y: str) -> None:
+    """Draws column `y` over column `x`, one panel a table that has both, one line for each value of the columns before `x`."""
+    from matplotlib.figure import Figure
+
+    shown = [table for table in tables if {x, y} <= set(table.columns)]
+    figure = Figure(figsize=(6 * len(shown), 4.5), layout="constrained")
+    for table, axes in zip(shown, figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]):
+        lines: dict[str, list[tuple[float, float]]] = {}
+        at, height = table.columns.index(x), table.columns.index(y)
+        for row in table.rows:
+            lines.setdefault(", ".join(map(str, row[:at])), []).append((row[at], row[height]))
+        for label, points in lines.items():
+            axes.plot(*zip(*points), marker="o", label=label)
+        axes.set(title=table.title.split(",")[0], xlabel=x, ylabel=y, xscale="log", ylim=(0, None))
+        axes.legend()
+    figure.savefig(path)

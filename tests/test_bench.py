@@ -2,7 +2,10 @@
 
 import argparse
 import csv
+import itertools
 import math
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import jax
 import torch
 
 from bench import __main__ as command
-from bench import cpu, interop, peers, report
+from bench import cpu, decode, gpu, interop, peers, report
 from bench.report import Table
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -154,6 +157,133 @@ def test_a_call_that_is_timed_does_the_same_and_counts() -> None:
         assert torch.equal(call(cache, x), x * 2)
     assert torch.equal(cache, torch.full((4,), 3.0)) and (call.traces, call.programs) == (2, 2)
     assert set(call.times) == {"all", "guard", *interop.PHASES}
+
+
+# ---------------------------------------------------------------------------------------------------- decode and mtp
+
+
+@pytest.fixture
+def tiny_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step so small that its programs take no time, and CUPTI's part played by a list: 3 µs a kernel of ours, 12 another."""
+    sizes = dict(H=1, HV=2, K=16, V=16, LAYERS=3, REQUESTS=(1, 4), DRAFTS=(3,), PEER_BYTES=2**13)
+    for name, value in sizes.items():
+        monkeypatch.setattr(decode, name, value)
+    monkeypatch.setattr(gpu, "COPIED", 2**12)
+    monkeypatch.setattr(gpu, "ROWS", 1)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def kernels(call: Any, wait: Any, repeat: int) -> list[tuple[str, float]]:
+        call()
+        layers = getattr(call, "layers", 0)
+        names = ("gdn_recurrent", "gdn_mtp", "gdn_decode") if layers else ()
+        return [(name, 3.0) for name in names for _ in range(layers * repeat)] + [("other", 12.0)]
+
+    monkeypatch.setattr(gpu, "kernels", kernels)
+
+
+@pytest.fixture
+def fla(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A stand-in for flash-linear-attention, by Hugging Face's torch code; notes the shapes of the states it is given."""
+    given: list[tuple[int, ...]] = []
+
+    def rule(q: Any, k: Any, v: Any, *, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any) -> Any:
+        assert options == dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
+        given.append(tuple(initial_state.shape))
+        starts = range(q.shape[0] + 1) if cu_seqlens is None else cu_seqlens.tolist()
+        tokens = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        outputs = []
+        for n, (start, end) in enumerate(itertools.pairwise(starts)):
+            one = [x[None, start:end].float() for x in tokens]
+            one[:2] = [x.repeat_interleave(v.shape[2] // k.shape[2], dim=2) for x in one[:2]]
+            state = initial_state[n : n + 1].float()
+            outputs.append(peers.hf.torch_recurrent_gated_delta_rule(*one, state, True, True)[0][0])
+        o = torch.cat(outputs).to(v.dtype)
+        return (o[None] if cu_seqlens is not None else o[:, None]), None
+
+    module = types.ModuleType("fla.ops.gated_delta_rule")
+    vars(module)["fused_recurrent_gated_delta_rule"] = rule
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == "fla" or None)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "0.0")
+    return given
+
+
+@pytest.mark.parametrize("name", ["decode", "mtp"])
+def test_the_gpu_suites_fill_their_tables(
+    name: str, tiny_step: None, fla: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    rules, layers, scans = decode.SUITES[name](1)
+    for table in (rules, layers, scans):
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    drafts = [3] if name == "mtp" else [0]
+    keys = [(states, s, n) for states in decode.STATES for s in drafts for n in (1, 4)]
+    for table in (rules, layers):
+        at = {column: number for number, column in enumerate(table.columns)}
+        assert [(row[0], row[at["S"]] if "S" in at else 0, row[at["N"]]) for row in table.rows] == keys
+        for row, (states, s, n) in zip(table.rows, keys):
+            moved = n * 2 * 16 * 16 * (2 if states == "bfloat16" else 4) * (s + 2)
+            assert row[at["layers"]] == 3 and row[at["µs"]] == 3
+            assert math.isclose(row[at["GB/s of states"]], moved / 3e-6 / 1e9)
+            assert math.isclose(row[at[decode.SHARE]], 100 * moved / (2 * 2**12))
+            assert row[at["other kernels a layer"]] == 2 + 1 / 3
+            assert math.isclose(row[at["over the kernel µs"]], row[at["wall µs a layer"]] - 3)
+    assert rules.columns[-2:] == ["fla 0.0 µs", "fla 0.0 over ours"]
+    assert all(row[-1] == row[-2] / 3 and row[-2] > 0 for row in rules.rows)
+    assert all(row[layers.columns.index("over the rule")] == 1 for row in layers.rows)
+    assert len(scans.rows) == len(keys)
+    assert set(fla) == {(n, 2, 16, 16) for n in (1, 4, 8)}
+    report.plot(tmp_path / "plot.svg", [rules, layers, scans], "N", decode.SHARE)
+    drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert drawn.count('id="axes_') == 2  # one panel for each table that has both columns
+
+
+def test_a_wrong_peer_is_not_timed(
+    tiny_step: None, fla: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules["fla.ops.gated_delta_rule"]
+    right = module.fused_recurrent_gated_delta_rule
+    monkeypatch.setattr(
+        module, "fused_recurrent_gated_delta_rule", lambda *args, **options: (1.1 * right(*args, **options)[0], None)
+    )
+    with pytest.raises(RuntimeError, match=r"fla 0.0 differs .* \(bfloat16 states, S=0\)"):
+        decode.SUITES["decode"](1)
+
+
+def test_flashinfer_is_given_what_it_documents(tiny_step: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = decode.Step(4, "float32"), []
+
+    def kernel(q: Any, k: Any, v: Any, state: Any, A_log: Any, a: Any, dt_bias: Any, b: Any) -> Any:
+        seen.extend(tuple(x.shape) for x in (q, k, v, state, A_log, a, dt_bias, b))
+        assert torch.equal(state[0, 0], torch.arange(256.0).reshape(16, 16).T)
+        return v, state
+
+    module = types.ModuleType("flashinfer.gdn_decode")
+    vars(module)["gated_delta_rule_decode_pretranspose"] = kernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    call: Any = peers.flashinfer(step)
+    assert call(torch.arange(256.0).reshape(16, 16).expand(4, 2, 16, 16)).shape == (4, 2, 16)
+    assert seen == [(4, 1, 1, 16), (4, 1, 1, 16), (4, 1, 2, 16), (4, 2, 16, 16), (2,), (4, 1, 2), (2,), (4, 1, 2)]
+    assert peers.flashinfer(decode.Step(4, "float32", 3)) is None
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_chain_goes_through_its_layers(scan: bool) -> None:
+    def step(state: jax.Array, layer: Any, x: jax.Array) -> Any:
+        return x + state[layer].sum(), state.at[layer].add(x)
+
+    chain = gpu.Chain(step, np.zeros((3, 2), np.float32), (np.ones(2, np.float32),), 3, scan)
+    chain.state = jax.numpy.array(chain.state)
+    assert chain().tolist() == [1, 1] and chain().tolist() == [3, 3]
+    assert chain.state.tolist() == [[2, 2]] * 3
+
+
+def test_the_gpu_suites_want_a_gpu() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match="time kernels on a GPU"):
+        decode.SUITES["mtp"](1)
 
 
 # -------------------------------------------------------------------------------------------------------- the command

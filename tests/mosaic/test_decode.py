@@ -303,3 +303,28 @@ def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
             return out.o, out.state
 
         check(call, *twice(step, call["state"], rest))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_gpu_random_batches(drafts: int) -> None:
+    """500 batches in one static shape: other slots, lengths (some too long), accepted counts, flags and padding each time."""
+    n, slots, longest = 5, 7, drafts + 1
+    config = config_of((BF16, F32), H=2, HV=4, mtp_step=drafts)
+    operator = gdn_jax.gdn_mtp_decode if drafts else gdn_jax.gdn_decode
+    step = jax.jit(partial(operator, config=config, layer=LAYER, implementation="mosaic"))
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        call = make(seed, config, BF16, n, n * (longest + 1) if drafts else n, slots)
+        bad = rng.choice([-1, -7, slots, 2**31 - 1], n)
+        call["state_indices"] = np.where(rng.random(n) < 0.2, bad, call["state_indices"]).astype(INT)
+        if drafts:
+            call["query_start_loc"] = starts(*rng.integers(0, longest + 2, n))
+            counts = rng.choice([0, longest + 1, 2**31 - 1, -(2**31)], n)
+            counts = np.where(rng.random(n) < 0.15, counts, rng.integers(1, longest + 1, n))
+            call["num_accepted_tokens"] = counts.astype(INT)
+        else:
+            call["has_initial_state"] = rng.random(n) < 0.5
+        call = poisoned(call)
+        out = step(**{name: x for name, x in call.items() if name != "config"})
+        check(call, np.asarray(out.o), GDNState(*(np.asarray(x) for x in out.state)))

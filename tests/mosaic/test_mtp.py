@@ -164,3 +164,20 @@ def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
         lengths[-1] = longest + 1
         call = poisoned(with_padding(make(n, lengths.tolist(), longest, dtypes, K, V, H, HV)))
         check(call, *on_gpu(mtp_gated_delta_rule, call))
+
+
+@pytest.mark.gpu
+def test_gpu_random_batches() -> None:
+    """500 batches in one static shape: other rows, lengths (some too long), accepted counts and padding each time."""
+    step = jax.jit(partial(mtp_gated_delta_rule, layer=1, implementation="mosaic"))
+    n, longest = 5, 3
+    for seed in range(500):
+        call, rng = make(seed, [longest + 1] * n, longest, (BF16, F32), 64, 64, H=2, HV=4), np.random.default_rng(seed)
+        call["query_start_loc"] = starts(*rng.integers(0, longest + 2, n))
+        for name, least in (("read_indices", 0.1), ("write_indices", 0.2)):
+            bad = rng.choice([-1, -7, call["ssm_state"].shape[1], 2**31 - 1], (n, longest))
+            call[name] = np.where(rng.random((n, longest)) < least, bad, call[name]).astype(INT)
+        counts = rng.choice([0, longest + 1, 2**31 - 1, -(2**31)], n)
+        call["num_accepted_tokens"] = np.where(rng.random(n) < 0.15, counts, call["num_accepted_tokens"]).astype(INT)
+        call = poisoned(call)
+        check(call, *jax.tree.map(np.asarray, step(**call)))

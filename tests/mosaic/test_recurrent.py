@@ -183,6 +183,20 @@ def test_gpu_against_the_reference(dtypes: Any, H: int, HV: int) -> None:
 
 
 @pytest.mark.gpu
+def test_gpu_random_batches() -> None:
+    """500 batches in one static shape: other slots, flags and padding each time, now and then a state that is forgotten."""
+    step = jax.jit(partial(recurrent_gated_delta_rule, layer=1, implementation="mosaic"))
+    for seed in range(500):
+        call, rng = make(seed, 7, (BF16, F32), 64, 64, H=2, HV=4, slots=9), np.random.default_rng(seed)
+        slots = rng.permutation(9)[:7]
+        call["state_indices"] = np.where(rng.random(7) < 0.25, rng.choice([-1, -7, 9, 2**31 - 1], 7), slots).astype(INT)
+        call["has_initial_state"] = rng.random(7) < 0.5
+        call["g"][rng.random((7, 4)) < 0.1] = -np.inf
+        call = poisoned(call)
+        check(call, *jax.tree.map(np.asarray, step(**call)))
+
+
+@pytest.mark.gpu
 def test_gpu_vmap_scan_and_grad() -> None:
     call = make(8, 5, (F32, F32), 64, 64)
     slots, has = jnp.asarray(call["state_indices"]), jnp.asarray(call["has_initial_state"])
