@@ -47,11 +47,8 @@ class Chain:
 
 def kernels(call: Callable[[], Any], wait: Callable[[], Any], repeat: int) -> list[tuple[str, float]]:
     """Name and µs of every kernel of `repeat` calls, after one that does not count."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    engine: Any = (
-        profiler.mosaic_gpu_lib._mosaic_gpu_ext
-    )  # `profiler.measure` calls twice with the same, donated, arguments
+    profiler = importlib.import_module("jax.experimental.mosaic.gpu.profiler")
+    engine = profiler.mosaic_gpu_lib._mosaic_gpu_ext  # `profiler.measure` calls twice with the same, donated, arguments
     call()
     wait()
     engine._cupti_init()
