@@ -24,6 +24,7 @@ PEER_BYTES = 2**31  # of states that a peer gets in turn
 REQUESTS = (1, 8, 32, 64, 128, 256, 1024)
 DRAFTS = (1, 3, 7)
 STATES = ("bfloat16", "float32")
+FORMS: dict[str, Any] = {"unrolled": {}, "unrolled, 20 steps a call": dict(turns=20), "lax.scan": dict(scan=True)}
 RULES = {False: "gdn_recurrent", True: "gdn_mtp"}  # the kernels' names, by whether it is a verify step
 SHARE = "% of a copy"
 SIZES = f"H={H} HV={HV} K=V={K}, tokens bfloat16"
@@ -79,16 +80,16 @@ class Step:
         indices = dict(read_indices=self.rows, write_indices=self.rows, num_accepted_tokens=self.accepted)
         return tokens, indices | dict(query_start_loc=self.starts)
 
-    def rule(self, scan: bool = False) -> gpu.Chain:
+    def rule(self, **form: Any) -> gpu.Chain:
         """The rule alone, on all layers."""
 
         def step(pool: jax.Array, layer: Any, tokens: Any, indices: Any) -> Any:
             return self.own(*tokens, ssm_state=pool, layer=layer, **indices)
 
         pool = gdn_jax.init_state(self.config, self.n, self.layers).ssm
-        return gpu.Chain(step, pool, self.arguments, self.layers, scan)
+        return gpu.Chain(step, pool, self.arguments, self.layers, **form)
 
-    def layer(self, scan: bool = False) -> gpu.Chain:
+    def layer(self, **form: Any) -> gpu.Chain:
         """Everything between the projections, on all layers."""
         indices = dict(state_indices=self.slots)
         own: Callable[..., Any] = gdn_jax.gdn_decode
@@ -100,7 +101,7 @@ class Step:
             return out.o, out.state
 
         state = gdn_jax.init_state(self.config, self.n, self.layers)
-        return gpu.Chain(step, state, (self.weights, self.mixed, self.norm_weight, indices), self.layers, scan)
+        return gpu.Chain(step, state, (self.weights, self.mixed, self.norm_weight, indices), self.layers, **form)
 
 
 def target(operator: str, states: str, n: int, drafts: int) -> str:
@@ -133,7 +134,7 @@ def suite(repeat: int, *, verify: bool) -> list[Table]:
     layers = Table(
         f"{operators[1]}, one launch with norm_weight, {copy}", [*keys, *times, "over the rule", "target", *chain], []
     )
-    scans = Table("the same layers in a `lax.scan`, N = 1", ["operator", *keys, "µs", *chain], [])
+    forms = Table("ways to run the layers, N = 1", ["operator", *keys, "form", "µs", *chain], [])
     for states in STATES:
         for drafts in DRAFTS if verify else (0,):
             check(Step(8, states, drafts), found)
@@ -154,8 +155,9 @@ def suite(repeat: int, *, verify: bool) -> list[Table]:
                 print(f"{key}: rule {rule[0]:.2f} µs, layer {whole[0]:.2f} µs", file=sys.stderr, flush=True)
                 if n == 1:
                     for operator, name, make in zip(operators, (RULES[verify], "gdn_decode"), (step.rule, step.layer)):
-                        scans.rows.append([operator, *key, *_times(make(scan=True), name, repeat)])
-    return [rules, layers, scans]
+                        for form, how in FORMS.items():
+                            forms.rows.append([operator, *key, form, *_times(make(**how), name, repeat)])
+    return [rules, layers, forms]
 
 
 def _times(chain: gpu.Chain, name: str, repeat: int) -> list[float]:

@@ -17,11 +17,18 @@ ROWS = 5  # of calls that the clock takes
 class Chain:
     """A jitted chain of steps on one donated, stacked state that goes from layer to layer and from call to call.
 
-    `step(state, layer, *arguments)` returns `(o, state)`. The layers are unrolled, or with `scan` traced.
+    `step(state, layer, *arguments)` returns `(o, state)`. The layers are unrolled, or with `scan` traced; `turns` times all
+    layers in one program.
     """
 
     def __init__(
-        self, step: Callable[..., Any], state: Any, arguments: Sequence[Any], layers: int, scan: bool = False
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        arguments: Sequence[Any],
+        layers: int,
+        scan: bool = False,
+        turns: int = 1,
     ) -> None:
         def unrolled(state: Any, *arguments: Any) -> Any:
             o = None
@@ -29,13 +36,20 @@ class Chain:
                 o, state = step(state, layer, *arguments)
             return o, state
 
-        def scanned(state: Any, *arguments: Any) -> Any:
-            o = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, state, 0, *arguments)[0])
-            along = jnp.arange(layers, dtype=jnp.int32)
-            return lax.scan(lambda carry, layer: (step(carry[1], layer, *arguments), None), (o, state), along)[0]
+        def first(state: Any, *arguments: Any) -> Any:
+            o = jax.eval_shape(step, state, 0, *arguments)[0]
+            return jax.tree.map(jnp.zeros_like, o), state
 
-        self.call = jax.jit(scanned if scan else unrolled, donate_argnums=0)
-        self.state, self.arguments, self.layers = state, arguments, layers
+        def scanned(state: Any, *arguments: Any) -> Any:
+            along = jnp.arange(layers, dtype=jnp.int32)
+            start = first(state, *arguments)
+            return lax.scan(lambda carry, layer: (step(carry[1], layer, *arguments), None), start, along)[0]
+
+        def repeated(state: Any, *arguments: Any) -> Any:
+            return lax.fori_loop(0, turns, lambda _, carry: unrolled(carry[1], *arguments), first(state, *arguments))
+
+        self.call = jax.jit(scanned if scan else unrolled if turns == 1 else repeated, donate_argnums=0)
+        self.state, self.arguments, self.layers = state, arguments, layers * turns
 
     def __call__(self) -> Any:
         o, self.state = self.call(self.state, *self.arguments)

@@ -1,6 +1,7 @@
 """Timing in turns, and tables as Markdown, CSV and a plot."""
 
 import csv
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -30,7 +31,8 @@ def machine(command: str) -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         processor = f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-    return f"`{command}`: {processor}; python {platform.python_version()}, {versions}"
+    today = datetime.date.today().isoformat()
+    return f"`{command}`, {today}: {processor}; python {platform.python_version()}, {versions}"
 
 
 def seconds(repeat: int, *calls: Callable[[], Any]) -> list[float]:

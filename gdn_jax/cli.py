@@ -4,13 +4,18 @@ import argparse
 import importlib
 import importlib.metadata
 import platform
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import gdn_jax
-from gdn_jax.dispatch import OPERATORS
+from gdn_jax.dispatch import OPERATORS, chip
 
 # The sub-commands that live above gdn_jax: their module, the extra that brings what it needs, and what they do.
 ELSEWHERE = {
@@ -35,14 +40,54 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
+LAYERS = 8  # of the program that `launches` looks at; XLA makes no CUDA graph of fewer than five launches
+
+
+def launches(scan: bool) -> list[str]:
+    """What XLA launches for decode layers in a row on one donated pool, unrolled or in a `lax.scan`: from its own dump.
+
+    `["kCommandBuffer"]` is one CUDA graph.
+    """
+    one = jnp.ones((1, 1, 128), jnp.bfloat16)
+
+    def step(pool: Any, layer: Any) -> Any:
+        gate = jnp.zeros((1, 1))
+        return gdn_jax.recurrent_gated_delta_rule(one, one, one, gate, gate, ssm_state=pool, layer=layer)[1], None
+
+    def layers(pool: Any) -> Any:
+        if scan:
+            return jax.lax.scan(step, pool, jnp.arange(LAYERS))[0]
+        for layer in range(LAYERS):
+            pool, _ = step(pool, layer)
+        return pool
+
+    pool = jax.ShapeDtypeStruct((LAYERS, 1, 1, 128, 128), jnp.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        dump: Any = dict(xla_dump_to=folder, xla_dump_hlo_as_text=True)
+        jax.jit(layers, donate_argnums=0).lower(pool).compile(dump)
+        return top_level(
+            "".join(path.read_text() for path in Path(folder).glob("*thunk_sequence_after_thunk_passes.txt"))
+        )
+
+
+def top_level(thunks: str) -> list[str]:
+    """The kinds of the launches in a dump of XLA's, without those inside others, which are indented."""
+    return re.findall(r"^\d+: (\w+)", thunks, re.MULTILINE)
+
+
 def info() -> int:
-    """Prints versions, devices, and which implementation each operator would use and why."""
+    """Prints versions, devices, which implementation each operator would use and why, and what launches a layer costs."""
     print(f"python {platform.python_version()}, gdn_jax {gdn_jax.__version__}")
     print(", ".join(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "numpy", "torch", "transformers")))
     print("devices: " + ", ".join(f"{device} ({device.device_kind})" for device in jax.devices()))
     width = max(map(len, OPERATORS))
     for operator in OPERATORS:
         print(f"{operator:{width}}  {gdn_jax.explain(operator)}")
+    if chip() is not None:
+        for form, scan in (("unrolled", False), ("in a lax.scan", True)):
+            found = launches(scan)
+            told = "one CUDA graph" if found == ["kCommandBuffer"] else f"no single CUDA graph, but {', '.join(found)}"
+            print(f"{LAYERS} decode layers {form}: {told}")
     return 0
 
 

@@ -66,7 +66,7 @@ def test_write_makes_a_page_and_a_file_a_table(tmp_path: Path) -> None:
 
 def test_machine_says_what_was_run_where() -> None:
     line = report.machine("python -m bench")
-    assert line.startswith("`python -m bench`: ") and f"jax {jax.__version__}" in line and "torch" in line
+    assert line.startswith("`python -m bench`, 2") and f"jax {jax.__version__}" in line and "torch" in line
     assert "\n" not in line
 
 
@@ -214,8 +214,8 @@ def fla(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_the_gpu_suites_fill_their_tables(
     name: str, tiny_step: None, fla: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    rules, layers, scans = decode.SUITES[name](1)
-    for table in (rules, layers, scans):
+    rules, layers, forms = decode.SUITES[name](1)
+    for table in (rules, layers, forms):
         assert all(len(row) == len(table.columns) for row in table.rows)
     drafts = [3] if name == "mtp" else [0]
     keys = [(states, s, n) for states in decode.STATES for s in drafts for n in (1, 4)]
@@ -232,9 +232,9 @@ def test_the_gpu_suites_fill_their_tables(
     assert rules.columns[-2:] == ["fla 0.0 µs", "fla 0.0 over ours"]
     assert all(row[-1] == row[-2] / 3 and row[-2] > 0 for row in rules.rows)
     assert all(row[layers.columns.index("over the rule")] == 1 for row in layers.rows)
-    assert len(scans.rows) == len(keys)
+    assert len(forms.rows) == 3 * len(keys)  # three forms of two operators, at the first of two sizes
     assert set(fla) == {(n, 2, 16, 16) for n in (1, 4, 8)}
-    report.plot(tmp_path / "plot.svg", [rules, layers, scans], "N", decode.SHARE)
+    report.plot(tmp_path / "plot.svg", [rules, layers, forms], "N", decode.SHARE)
     drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
     assert drawn.count('id="axes_') == 2  # one panel for each table that has both columns
 
@@ -268,15 +268,15 @@ def test_flashinfer_is_given_what_it_documents(tiny_step: None, monkeypatch: pyt
     assert peers.flashinfer(decode.Step(4, "float32", 3)) is None
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_chain_goes_through_its_layers(scan: bool) -> None:
+@pytest.mark.parametrize("form", [{}, {"scan": True}, {"turns": 2}], ids=str)
+def test_a_chain_goes_through_its_layers(form: dict[str, Any]) -> None:
     def step(state: jax.Array, layer: Any, x: jax.Array) -> Any:
         return x + state[layer].sum(), state.at[layer].add(x)
 
-    chain = gpu.Chain(step, np.zeros((3, 2), np.float32), (np.ones(2, np.float32),), 3, scan)
-    chain.state = jax.numpy.array(chain.state)
-    assert chain().tolist() == [1, 1] and chain().tolist() == [3, 3]
-    assert chain.state.tolist() == [[2, 2]] * 3
+    turns = form.get("turns", 1)
+    chain = gpu.Chain(step, jax.numpy.zeros((3, 2)), (np.ones(2, np.float32),), 3, **form)
+    assert chain().tolist() == [2 * turns - 1] * 2 and chain().tolist() == [4 * turns - 1] * 2
+    assert chain.state.tolist() == [[2 * turns] * 2] * 3 and chain.layers == 3 * turns
 
 
 def test_the_gpu_suites_want_a_gpu() -> None:
@@ -303,7 +303,7 @@ def test_the_command_prints_and_writes(
     assert command.run(options("--repeat", "2", "--out", str(tmp_path))) == 0
     assert asked == [2]
     text = capsys.readouterr().out
-    assert text.startswith("`python -m bench --suite cpu --repeat 2`: ") and report.markdown(TABLE) in text
+    assert text.startswith("`python -m bench --suite cpu --repeat 2`, 2") and report.markdown(TABLE) in text
     assert report.markdown(TABLE) in (tmp_path / "cpu.md").read_text(encoding="utf-8")
     assert (tmp_path / "cpu-1.csv").exists()
 

@@ -42,6 +42,41 @@ def test_info_prints_versions_devices_and_implementations(capsys: pytest.Capture
     assert len(lines) == 3 + len(OPERATORS)
 
 
+DUMP = """\
+000: kCommandBuffer [source | sink]
+    001: kCustomCall [source       | next=002 (1)] kCustomCall
+    002: kCustomCall [prev=001 (1) | sink        ] kCustomCall
+"""
+APART = "001: kCopy [source] kCopy\n002: kWhile [sink] kWhile\n    003: kKernel x\n"
+
+
+def test_top_level_launches_of_a_dump() -> None:
+    assert cli.top_level(DUMP) == ["kCommandBuffer"]
+    assert cli.top_level(APART) == ["kCopy", "kWhile"]
+    assert cli.top_level("") == []
+
+
+def test_info_says_whether_layers_are_one_graph(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "chip", lambda: "NVIDIA")
+    monkeypatch.setattr(cli, "launches", lambda scan: cli.top_level(APART if scan else DUMP))
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 decode layers unrolled: one CUDA graph" in lines
+    assert "8 decode layers in a lax.scan: no single CUDA graph, but kCopy, kWhile" in lines
+
+
+def test_the_program_that_is_looked_at_compiles() -> None:
+    assert cli.launches(False) == cli.launches(True) == [] or jax.default_backend() == "gpu"
+
+
+@pytest.mark.gpu
+def test_gpu_unrolled_layers_are_one_graph() -> None:
+    assert cli.launches(False) == ["kCommandBuffer"]
+    assert "kWhile" in cli.launches(True)
+
+
 def test_info_names_what_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise cli.importlib.metadata.PackageNotFoundError(name)
