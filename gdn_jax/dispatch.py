@@ -13,7 +13,10 @@ IMPLEMENTATIONS = ("mosaic", "xla")  # in the order of preference; "xla" runs an
 
 KERNEL_DIMS = (64, 128, 256)  # K and V of the recurrent kernels
 MAX_HEAD_STATE = 128 * 256  # K * V of the decode kernel: what the registers of one CTA hold
-MAX_MTP_STEP = 7  # of the decode kernel
+MAX_MTP_STEP = 7  # of the decode kernel and the conv kernel
+MAX_WIDTH = 8  # of the conv kernel
+CHANNELS = 128  # of one CTA of the conv kernel
+MAX_V_HEADS = 1024  # of the gating kernel
 
 OPERATORS = (
     "gdn_gating",
@@ -101,16 +104,54 @@ def _layer_limits(
     return _first_empty(mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens, **pools)
 
 
+def _conv_limits(
+    x: Any = None, weight: Any = None, conv_state: Any = None, query_start_loc: Any = None, **_: Any
+) -> str | None:
+    """The same for `causal_conv1d_update`."""
+    if x is not None and x.shape[-1] % CHANNELS:
+        return f"its kernel takes a multiple of {CHANNELS} channels, and `x` has {x.shape[-1]}"
+    if weight is not None and (width := weight.shape[-1]) > MAX_WIDTH:
+        return f"its kernel takes widths up to {MAX_WIDTH}, and `weight` has {width}"
+    if query_start_loc is not None and query_start_loc.shape[0] < 2:
+        return "`query_start_loc` has no sequence"
+    if query_start_loc is not None and weight is not None and conv_state is not None:
+        mtp_step = conv_state.shape[-1] - weight.shape[-1] + 1
+        if mtp_step > MAX_MTP_STEP:
+            return f"its kernel verifies up to {MAX_MTP_STEP} draft tokens, and `conv_state` has room for {mtp_step}"
+    return _first_empty(x=x, conv_state=conv_state)
+
+
+def _gating_limits(a: Any = None, **_: Any) -> str | None:
+    """The same for `gdn_gating`."""
+    if a is not None and a.ndim and a.shape[-1] > MAX_V_HEADS:
+        return f"its kernel takes up to {MAX_V_HEADS} heads, and `a` has {a.shape[-1]}"
+    return _first_empty(a=a)
+
+
+def _norm_limits(o: Any = None, **_: Any) -> str | None:
+    """The same for `gated_rms_norm`."""
+    return _head_limits({} if o is None else {"`o` has": o.shape[-1]}) or _first_empty(o=o)
+
+
 # What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
 _LIMITS: dict[str, Callable[..., str | None]] = {
     "recurrent_gated_delta_rule": _rule_limits,
     "mtp_gated_delta_rule": _rule_limits,
     "gdn_decode": _layer_limits,
     "gdn_mtp_decode": _layer_limits,
+    "causal_conv1d_update": _conv_limits,
+    "gdn_gating": _gating_limits,
+    "gated_rms_norm": _norm_limits,
 }
 _RULE, _LAYER = ("q", "k", "v", "g", "beta"), ("weights", "state", "mixed_qkvzba")
 _POSITIONAL = dict(
-    recurrent_gated_delta_rule=_RULE, mtp_gated_delta_rule=_RULE, gdn_decode=_LAYER, gdn_mtp_decode=_LAYER
+    recurrent_gated_delta_rule=_RULE,
+    mtp_gated_delta_rule=_RULE,
+    gdn_decode=_LAYER,
+    gdn_mtp_decode=_LAYER,
+    causal_conv1d_update=("x", "weight", "bias"),
+    gdn_gating=("A_log", "a", "b", "dt_bias"),
+    gated_rms_norm=("o", "z", "weight"),
 )
 
 
@@ -144,14 +185,19 @@ def choose(operator: str, implementation: str | None, arguments: Mapping[str, An
     return implementation
 
 
-def run(implementation: str, name: str, plain: Callable[..., Any], *args: Any, **static: Any) -> Any:
-    """`plain(*args)`, the XLA form, or the kernel `gdn_jax.mosaic.<name>.<name>(*args, **static)`, as `choose` has chosen."""
+def run(
+    implementation: str, name: str, plain: Callable[..., Any], *args: Any, forward: bool = False, **static: Any
+) -> Any:
+    """`plain(*args)`, the XLA form, or the kernel `gdn_jax.mosaic.<name>.<name>(*args, **static)`, as `choose` has chosen.
+
+    `forward`, which a kernel without a pool can have: forward-mode derivatives too.
+    """
     if implementation == "xla":
         return plain(*args)
     from gdn_jax import mosaic  # only where it is needed: Pallas takes a second to import
 
     kernel = getattr(getattr(mosaic, name), name)
-    return mosaic.common.beside_xla(functools.partial(kernel, **static), plain, *args)
+    return mosaic.common.beside_xla(functools.partial(kernel, **static), plain, *args, forward=forward)
 
 
 def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanation:

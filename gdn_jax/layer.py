@@ -205,12 +205,12 @@ def _output(
     state: GDNState,
     norm_weight: Array | None,
     norm_eps: Array,
-    implementation: str | None,
 ) -> GDNOutput:
     if norm_weight is not None:
         valid = valid[:, None, None]
         given, shown = jnp.where(valid, o, 1), jnp.where(valid, z, 0)  # harmless at padding, also with norm_eps=0
-        normed = gated_rms_norm(given, shown, norm_weight, eps=norm_eps, implementation=implementation)
+        # As the gating above: XLA makes one pass of it and the masks, and a kernel would stand between them.
+        normed = gated_rms_norm(given, shown, norm_weight, eps=norm_eps, implementation="xla")
         o = jnp.where(valid, normed, 0)
     return GDNOutput(o, z, state)
 
@@ -257,7 +257,7 @@ def _packed(
         **indices,
         **common,
     )
-    g, beta = gdn_gating(weights.A_log, a, b, weights.dt_bias, implementation=implementation)
+    g, beta = gdn_gating(weights.A_log, a, b, weights.dt_bias, implementation="xla")
     if verify:
         rows = jnp.arange(longest, dtype=jnp.int32) + batch.write[:, None] * longest
         rows = jnp.where(batch.write[:, None] < 0, -1, rows)
@@ -270,7 +270,7 @@ def _packed(
         source = jnp.where(source < 0, -1, source + batch.offset)
         rule = functools.partial(chunk_gated_delta_rule, state_indices=slots, initial_state_indices=source)
     o, ssm = rule(*split_qkv(y, config), g, beta, ssm_state=state.ssm, **common)
-    return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps, implementation)
+    return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -297,9 +297,9 @@ def _decode(
     y, conv = causal_conv1d_update(
         mixed_qkv, w.conv_weight, w.conv_bias, conv_state=state.conv, activation=config.activation, **common
     )
-    g, beta = gdn_gating(w.A_log, a, b, w.dt_bias, implementation=implementation)
+    g, beta = gdn_gating(w.A_log, a, b, w.dt_bias, implementation="xla")
     o, ssm = recurrent_gated_delta_rule(*split_qkv(y, config), g, beta, ssm_state=state.ssm, **common)
-    return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps, implementation)
+    return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps)
 
 
 @functools.partial(jax.jit, static_argnames=("this", "config"))

@@ -24,7 +24,8 @@ Not here, with the reason:
                         index arithmetic that could wrap is int32 on token and slot numbers only, never on elements.
     CONV-04, LAY-01, DLP-01 02 03 05 07 09 11 13
                         torch tensors: tests/interop.
-    JAX-02              Pallas kernels: there are none yet.
+    JAX-02; MTP-04, GATE-01 for the kernels
+                        tests/mosaic.
     SRV-01              warm-up of buckets: operators.md has none; one compilation for each static shape is in test_layer.py.
     SRV-06              a slot allocator: operators.md has none (interop's is tested in tests/interop).
     SLOT-13 14 17, SRV-10

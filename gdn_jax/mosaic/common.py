@@ -4,9 +4,9 @@ A tile is `[K, vb]` of a state, one CTA of 4 warps each. A thread holds vectors 
 comes from shared memory) in several rows, so that a sum over K is a sum in the thread and over some lanes of its warp.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
+STRIP = {2: 32, 4: 128}  # columns of a tile in registers at a time, by the bytes of an element, where none have to stay
 
 
 def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
@@ -63,6 +64,47 @@ def row_layout() -> Any:
     return _tiled(((32,), (1,)), (fa.Replicated(4),), (-2,))
 
 
+def block_layout(rows: int, cols: int, vec: int = 1) -> Any:
+    """A block of a matrix, both sizes powers of two, in vectors of `vec`: a row in as few lanes of a warp as hold it, the other
+    lanes and the warps on other rows. Where the block is small, several threads hold the same.
+    """
+    across = min(cols // vec, 32)
+    down = min(rows, 32 // across)
+    warps = min(rows // down, 4)
+    over, lanes = (fa.Replicated(4 // warps),), (fa.Replicated(32 // (down * across)),)
+    tiling = ((warps * down, across * vec), (down, across * vec), (1, vec))
+    return _tiled(tiling, (-6, *(over if warps < 4 else ())), (-4, -3, *(lanes if down * across < 32 else ())))
+
+
+def powers_of_two(total: int, most: int) -> Iterator[tuple[int, int]]:
+    """`(first, size)` of pieces that make up `total`, each the largest power of two up to `most` that is left."""
+    first = 0
+    while first < total:
+        size = min(most, 1 << (total - first).bit_length() - 1)
+        yield first, size
+        first += size
+
+
+def num_blocks(total: int, rows: int) -> int:
+    """The CTAs of `by_blocks`."""
+    return total // rows + (total % rows).bit_count()
+
+
+def by_blocks(total: int, rows: int, block: Callable[[Any, int], None]) -> None:
+    """What CTA "block" does: `block(first, rows)`, of static size; the last ones take the powers of two that make up the rest."""
+    i, (whole, rest) = lax.axis_index("block"), divmod(total, rows)
+
+    @pl.when(i < whole)
+    def _() -> None:
+        block(i * rows, rows)
+
+    for number, (first, size) in enumerate(powers_of_two(rest, rows)):
+
+        @pl.when(i == whole + number)
+        def _() -> None:
+            block(whole * rows + first, size)
+
+
 def by_tma(vb: int) -> bool:
     """Whether tiles of `vb` columns go through shared memory; narrower ones are read straight from global memory."""
     return vb > 32
@@ -73,17 +115,34 @@ def layout_of_tile(vb: int, dtype: DTypeLike) -> Any:
     return (swizzled_layout if by_tma(vb) else direct_layout)(vb, dtype)
 
 
-def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
-    """The transforms of a tile in shared memory."""
+def swizzled(vb: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    """The transforms of a tile in shared memory that is read `vb` columns at a time."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
+    size = jnp.dtype(dtype).itemsize
+    width = min(vb * size, 128)
+    return tiling((8, width // size)), swizzle(width)
+
+
+class Factors(NamedTuple):
+    """What the step takes of q and k alone: the factors of their norms, q's with the scale, and k . q."""
+
+    of_k: Array
+    of_q: Array
+    k_dot_q: Array
+
+
+def factors(q: Array, k: Array, scale: Array, norm: bool) -> Factors:
+    """Of raw `q`, `k` `[K]`, float32."""
+    of_k = lax.rsqrt(jnp.sum(k * k) + 1e-6) if norm else f32(1)
+    of_q = scale * lax.rsqrt(jnp.sum(q * q) + 1e-6) if norm else scale
+    return Factors(of_k, of_q, jnp.sum(k * q))
 
 
 def rule_step(
-    m: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, scale: Array, norm: bool, layout: Any
+    m: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, of: Factors, layout: Any
 ) -> tuple[Array, Array]:
-    """One token on a tile: `m` `[K, vb]`, raw `q`, `k` `[K]`, `v` `[vb]`, the rest scalars, all float32.
+    """One token on some columns of a tile: `m` `[K, vb]`, raw `q`, `k` `[K]`, `v` `[vb]`, the rest scalars, all float32.
 
     Both sums over K read the tile before its decay, in one pass, and the norms of q and k are factors of the sums:
     with a = M^T k and b = M^T q,   u = beta (v - e^g a / |k|) / |k|,   M' = e^g M + k u^T,   o = (e^g b + (k . q) u) / |q|.
@@ -99,10 +158,8 @@ def rule_step(
         return plgpu.layout_cast(jnp.sum(x, axis=0), layout.reduce(0))
 
     ks, a, b = rows(k), over_rows(m * rows(k)), over_rows(m * rows(q))
-    k_factor = lax.rsqrt(jnp.sum(k * k) + 1e-6) if norm else f32(1)
-    q_factor = scale * lax.rsqrt(jnp.sum(q * q) + 1e-6) if norm else scale
-    u = (v - a * (decay * k_factor)) * (beta * k_factor)
-    return m * decay + ks * columns(u), (b * decay + u * jnp.sum(k * q)) * q_factor
+    u = (v - a * (decay * of.of_k)) * (beta * of.of_k)
+    return m * decay + ks * columns(u), (b * decay + u * of.k_dot_q) * of.of_q
 
 
 def sigmoid(x: Array) -> Array:
@@ -110,18 +167,23 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + jnp.exp(-x))
 
 
+def softplus(x: Array) -> Array:
+    """log1p(e^x), also where e^x overflows."""
+    e = jnp.exp(-jnp.abs(x))
+    s = e / (2 + e)  # at most 1/3
+    series: Any = 2 / 15
+    for power in range(13, 1, -2):
+        series = series * (s * s) + 2 / power
+    # log1p(e) = 2 atanh(s) = 2 s + s^3 series, where 2 s is e - s e, whose error is a third.
+    return jnp.maximum(x, 0) + (e - s * (e - s * s * series))
+
+
 def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
     """e^g of `gdn_gating`, for scalars: right for any finite input (e^g is 0 long before g overflows)."""
     x = a + dt_bias
-    e = jnp.exp(-jnp.abs(x))
-    s = e / (2 + e)  # log1p(e) = 2 atanh(s), and s <= 1/3
-    tail = f32(0)
-    for power in range(15, 0, -2):
-        tail = tail * (s * s) + 1 / power
-    softplus = jnp.maximum(x, 0) + 2 * s * tail
     small = x < -17  # there the softplus is e^x
     half = jnp.exp(0.5 * jnp.where(small, A_log + x, A_log))  # e^A_log alone may overflow or underflow
-    return jnp.exp(-jnp.where(small, 1, softplus) * half * half)
+    return jnp.exp(-jnp.where(small, 1, softplus(x)) * half * half)
 
 
 def keep(flag: Array, x: Array, layout: Any) -> Array:
@@ -146,11 +208,12 @@ def launch(
     grid: dict[str, int],
     inputs: Sequence[Array],
     pools: Sequence[Array],
-    out: jax.ShapeDtypeStruct,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     scratch: Sequence[Any] = (),
     cluster: dict[str, int] | None = None,
+    approx_math: bool = True,
 ) -> tuple[Array, ...]:
-    """Runs `body(*inputs, *pools, out, *scratch)` on a grid; a pool that is donated is updated in its own memory.
+    """Runs `body(*inputs, *pools, *outs, *scratch)` on a grid; a pool that is donated is updated in its own memory.
 
     The body sees a pool `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. No barriers
     between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
@@ -162,7 +225,7 @@ def launch(
     cluster = cluster or {}
     call: Any = pl.kernel(
         kernel,
-        out_type=(out,),
+        out_type=out if isinstance(out, tuple) else (out,),
         mesh=plgpu.Mesh(
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
@@ -170,19 +233,20 @@ def launch(
             cluster_names=tuple(cluster),
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096
+            approx_math=approx_math, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096
         ),
         name=name,
     )
     rows = [jax.new_ref(pool.reshape(-1, *pool.shape[2:]), memory_space=plgpu.GMEM) for pool in pools]
-    (result,) = call(*inputs, *rows)
-    return result, *(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(rows, pools, strict=True))
+    results = call(*inputs, *rows)
+    return *results, *(jax.freeze(ref).reshape(pool.shape) for ref, pool in zip(rows, pools, strict=True))
 
 
-def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
+def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any, forward: bool = False) -> Any:
     """`fast(*args)` on CUDA, and `plain(*args)`, which computes the same, wherever a kernel cannot go.
 
-    That is another platform at lowering, `vmap` (a kernel has no batching rule), and the backward pass.
+    That is another platform at lowering, `vmap` (a kernel has no batching rule), and the backward pass. With
+    `forward` forward-mode derivatives too, which JAX cannot have around a pool that is updated in place.
     """
 
     @jax.custom_batching.custom_vmap
@@ -194,6 +258,15 @@ def beside_xla(fast: Callable[..., Any], plain: Callable[..., Any], *args: Any) 
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, list(in_batched))
         out = jax.vmap(plain, in_axes=tuple(axes), axis_size=axis_size)(*args)
         return out, jax.tree.map(lambda _: True, out)
+
+    if forward:
+        both_modes = jax.custom_jvp(lambda *args: batched(*args))
+
+        @both_modes.defjvp
+        def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+            return both_modes(*primals), jax.jvp(plain, primals, tangents)[1]
+
+        return both_modes(*args)
 
     @jax.custom_vjp
     def differentiable(*args: Any) -> Any:

@@ -9,36 +9,55 @@ from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
-from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, unstacked
+from gdn_jax.dispatch import choose, run
+from gdn_jax.varlen import equal_starts, resolve, sequences, slots_of, stacked, unstacked
 
 
-@functools.partial(jax.jit, static_argnames=("this", "activation", "verify"))
+@functools.partial(jax.jit, static_argnames=("this", "activation", "verify", "implementation"))
 def _run(
     x: Array,
     weight: Array,
     bias: Array | None,
     conv_state: Array | None,
     layer: Array | None,
-    query_start_loc: Array,
+    query_start_loc: Array | None,
     *,
     this: str,
     activation: str | None,
+    implementation: str,
     verify: bool = False,
     **indices: Any,
 ) -> tuple[Array, Array]:
+    """Both forms; `query_start_loc=None`: one token a sequence."""
     pool, at = (None, jnp.int32(0)) if conv_state is None else stacked(conv_state, layer)
-    num_layers, num_slots = (1, query_start_loc.shape[0] - 1) if pool is None else pool.shape[:2]
+    n = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
+    num_layers, num_slots = (1, n) if pool is None else pool.shape[:2]
     longest = 1 if pool is None else pool.shape[3] - weight.shape[1] + 2
     limits: dict[str, Any] = dict(max_accepted=longest, max_length=longest if verify else None)
     checks.debug_check(
         this, num_slots=num_slots, num_tokens=x.shape[0], query_start_loc=query_start_loc, **indices, **limits
     )
-    starts, lengths = sequences(query_start_loc, x.shape[0])
-    batch = resolve(
-        starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices, **limits
-    )
-    y, pool = xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
+
+    def on_xla(x, weight, bias, pool, slots, has, accepted, query_start_loc, at):
+        loc = equal_starts(n, 1) if query_start_loc is None else query_start_loc
+        starts, lengths = sequences(loc, x.shape[0])
+        batch = resolve(
+            starts=starts,
+            lengths=lengths,
+            num_slots=num_slots,
+            num_layers=num_layers,
+            layer=at,
+            state_indices=slots,
+            has_initial_state=has,
+            initial_state_indices=indices.get("initial_state_indices"),  # never beside a kernel
+            num_accepted_tokens=accepted,
+            **limits,
+        )
+        return xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
+
+    slots, has, accepted = map(indices.get, ("state_indices", "has_initial_state", "num_accepted_tokens"))
+    arguments = (x, weight, bias, pool, slots_of(slots, n), has, accepted, query_start_loc, at)
+    y, pool = run(implementation, "conv", on_xla, *arguments, activation=activation)
     return y, pool if conv_state is None else unstacked(pool, layer)
 
 
@@ -144,8 +163,8 @@ def causal_conv1d(
         initial_state_indices=checks.index(this, "initial_state_indices", initial_state_indices, num_sequences=n),
         num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
     )
-    choose(this, implementation)
-    y, pool = _run(flat, weight, bias, conv_state, at, starts, this=this, activation=activation, **indices)
+    options = dict(this=this, activation=activation, implementation=choose(this, implementation))
+    y, pool = _run(flat, weight, bias, conv_state, at, starts, **options, **indices)
     return y.reshape(x.shape), pool
 
 
@@ -204,14 +223,15 @@ def causal_conv1d_update(
     width = _weights(this, x, weight, bias, activation)
     if query_start_loc is None:
         checks.refuse(this, "without `query_start_loc`", num_accepted_tokens=num_accepted_tokens)
-        starts, n, verify = equal_starts(tokens, 1), tokens, False
+        starts, n = None, tokens
     else:
-        (starts, n), verify = checks.starts(this, query_start_loc), True
+        starts, n = checks.starts(this, query_start_loc)
     at = _pool(this, conv_state, layer, channels, width, state_indices, n)
     indices = dict(
         state_indices=checks.index(this, "state_indices", state_indices, num_sequences=n),
         has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
         num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
     )
-    choose(this, implementation)
-    return _run(x, weight, bias, conv_state, at, starts, this=this, activation=activation, verify=verify, **indices)
+    chosen = choose(this, implementation, dict(x=x, weight=weight, conv_state=conv_state, query_start_loc=starts))
+    options = dict(this=this, activation=activation, implementation=chosen, verify=starts is not None)
+    return _run(x, weight, bias, conv_state, at, starts, **options, **indices)

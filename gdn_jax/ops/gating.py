@@ -1,13 +1,19 @@
 """gdn_gating."""
 
+import functools
+
 import jax
 from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 
-_run = jax.jit(xla.gating.gating)
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _run(A_log: Array, a: Array, b: Array, dt_bias: Array, *, implementation: str) -> tuple[Array, Array]:
+    exp_times = functools.partial(xla.gating.exp_times, slope=False)
+    return run(implementation, "gating", xla.gating.gating, A_log, a, b, dt_bias, forward=True, exp_times=exp_times)
 
 
 def gdn_gating(
@@ -56,5 +62,4 @@ def gdn_gating(
         raise ValueError(
             f"{this}: `b` has shape {checks.describe(b.shape)}, expected {checks.describe(a.shape)}, the shape of `a`."
         )
-    choose(this, implementation)
-    return _run(A_log, a, b, dt_bias)
+    return _run(A_log, a, b, dt_bias, implementation=choose(this, implementation, dict(a=a)))

@@ -1,13 +1,18 @@
 """gated_rms_norm."""
 
+import functools
+
 import jax
 from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 
-_run = jax.jit(xla.norm.rms_norm)
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _run(o: Array, z: Array, weight: Array, eps: Array, *, implementation: str) -> Array:
+    return run(implementation, "norm", xla.norm.rms_norm, o, z, weight, eps, forward=True)
 
 
 def gated_rms_norm(
@@ -49,5 +54,5 @@ def gated_rms_norm(
             f"{this}: `z` has shape {checks.describe(z.shape)}, expected {checks.describe(o.shape)}, the shape of `o`."
         )
     checks.floats(this, "weight", weight, head_v_dim=o.shape[-1])
-    choose(this, implementation)
-    return _run(o, z, weight, eps=checks.number(this, "eps", eps))
+    chosen = choose(this, implementation, dict(o=o))
+    return _run(o, z, weight, checks.number(this, "eps", eps), implementation=chosen)

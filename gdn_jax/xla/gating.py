@@ -7,6 +7,7 @@ sum is carried along: exp turns an absolute error of its argument into a relativ
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,20 @@ def _sum_and_error(a: Array, b: Array) -> tuple[Array, Array]:
     total = a + b
     part = total - a
     error = (a - (total - part)) + (b - part)
-    return total, jnp.where(jnp.isfinite(total), error, 0)
+    return total, jnp.where(jnp.abs(total) <= LIMIT, error, 0)
 
 
-def _exp_times(A_log: Array, a: Array, dt_bias: Array, *, slope: bool) -> Array:
-    """exp(A_log) * softplus(a + dt_bias), or with `slope` its derivative, exp(A_log) * sigmoid(a + dt_bias)."""
+def _softplus(x: Array) -> Array:
+    return jnp.log1p(jnp.exp(x))
+
+
+def exp_times(
+    A_log: Array, a: Array, dt_bias: Array, *, slope: bool, softplus: Callable[[Array], Array] = _softplus
+) -> Array:
+    """exp(A_log) * softplus(a + dt_bias), or with `slope` its derivative, exp(A_log) * sigmoid(a + dt_bias).
+
+    `softplus` is asked between SMALL and LARGE only. Mosaic kernels have every other function that is used here, but no `~`.
+    """
     x, x_error = _sum_and_error(a, dt_bias)
     small, large = x < SMALL, x > LARGE
     middle = jnp.where(small | large, 0, x)
@@ -36,12 +46,12 @@ def _exp_times(A_log: Array, a: Array, dt_bias: Array, *, slope: bool) -> Array:
         half = 0.5 * sigmoid
     else:
         half_a = lax.optimization_barrier(0.5 * a)  # else XLA makes 0.5 * (a + dt_bias) of the sum, which may overflow
-        half = jnp.where(large, half_a + 0.5 * dt_bias, 0.5 * (jnp.log1p(jnp.exp(middle)) + sigmoid * x_error))
+        half = jnp.where(large, half_a + 0.5 * dt_bias, 0.5 * (softplus(middle) + sigmoid * x_error))
     half, rate = jnp.where(small, 1, half), jnp.where(small, 0, A_log)
     down = (rate < -32) | (half > 1e30)
-    up = ~down & (rate > 64)
-    shift = jnp.where(up, 64.0, jnp.where(down, -64.0, 0.0))
-    factor = jnp.where(up, 2 * math.exp(64), jnp.where(down, 2 * math.exp(-64), 2.0))
+    up = rate > 64  # and not down
+    shift = jnp.where(down, -64.0, jnp.where(up, 64.0, 0.0))
+    factor = jnp.where(down, 2 * math.exp(-64), jnp.where(up, 2 * math.exp(64), 2.0))
     product = jnp.exp(rate - shift) * (half * factor)
 
     exponent, error = _sum_and_error(jnp.where(small, A_log, 0), jnp.where(small, x, 0))
@@ -53,7 +63,7 @@ def _exp_times(A_log: Array, a: Array, dt_bias: Array, *, slope: bool) -> Array:
 @jax.custom_jvp
 def log_decay(A_log: Array, a: Array, dt_bias: Array) -> Array:
     """`g` `[..., HV]` of float32 `A_log`, `dt_bias` `[HV]` and `a` `[..., HV]`."""
-    return -_exp_times(A_log, a, dt_bias, slope=False)
+    return -exp_times(A_log, a, dt_bias, slope=False)
 
 
 @log_decay.defjvp
@@ -61,7 +71,7 @@ def _log_decay_jvp(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> t
     """The two slopes stay finite where g overflows, so that a zero cotangent there stays zero."""
     g = log_decay(*primals)
     by_rate = jnp.maximum(g, -LIMIT)
-    by_x = jnp.maximum(-_exp_times(*primals, slope=True), -LIMIT)
+    by_x = jnp.maximum(-exp_times(*primals, slope=True), -LIMIT)
     return g, by_rate * tangents[0] + by_x * (tangents[1] + tangents[2])
 
 

@@ -7,7 +7,7 @@ from jax import Array, lax
 from gdn_jax.xla.common import f32, round_to
 
 
-def rms_norm(o: Array, z: Array, weight: Array, *, eps: Array) -> Array:
+def rms_norm(o: Array, z: Array, weight: Array, eps: Array) -> Array:
     """`o`, `z` `[..., V]`, `weight` `[V]`; returns `[..., V]` in `o.dtype`."""
     x = o.astype(f32)
     x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)

@@ -130,14 +130,15 @@ def test_the_detector_sees_one_slot_for_two_sequences() -> None:
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_every_tile_lowers_in_place(dtypes: Any) -> None:
     for n, (K, V) in itertools.product((1, 8), SIZES):
-        call = make(0, [4] * n, 4, dtypes, K, V, H=2, HV=16)
+        call = make(0, [2] * n, 2, dtypes, K, V, H=2, HV=16)
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if name != "ssm_state"}
         pool = jax.ShapeDtypeStruct(call["ssm_state"].shape, call["ssm_state"].dtype)
 
         def step(pool: Any, arrays: Any, layer: Any) -> Any:
             return mtp_gated_delta_rule(**arrays, ssm_state=pool, layer=layer, implementation="mosaic")
 
-        text = lowered(step, pool, arrays, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
+        with jax.enable_x64(n == 1):
+            text = lowered(step, pool, arrays, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
         assert text.count("mosaic_gpu_v2") == 1 and "tf.aliasing_output" in text, (n, K, V)
 
 

@@ -128,7 +128,8 @@ def test_every_tile_lowers_in_place(dtypes: Any) -> None:
             return recurrent_gated_delta_rule(q, k, v, g, g, ssm_state=pool, **flags)
 
         layer = jax.ShapeDtypeStruct((), jnp.int32)
-        text = lowered(step, pool, *tokens.values(), gates, index, has, layer, donate_argnums=0)
+        with jax.enable_x64(n == 1):
+            text = lowered(step, pool, *tokens.values(), gates, index, has, layer, donate_argnums=0)
         assert text.count("mosaic_gpu_v2") == 1 and "tf.aliasing_output" in text, (n, K, V)
         assert "stablehlo.while" not in text and "stablehlo.gather" not in text, (n, K, V)
 
