@@ -296,11 +296,12 @@ def test_checkify_and_gradients_beside_the_kernel() -> None:
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("function", ["gdn_decode", "gdn_mtp_decode"])
 def test_every_tile_lowers_in_place(function: str, dtypes: Any) -> None:
-    for n, K, V in ((1, 64, 64), (1, 256, 128), (1, 128, 128), (128, 128, 128), (128, 64, 256)):
+    sizes = [(1, 64, 64), (1, 128, 128), (128, 128, 128), (1, 256, 128), (128, 64, 256)]
+    for n, K, V in sizes if dtypes[0] == BF16 else sizes[1:4]:
         if function == "gdn_decode":
             call = decode_call(0, dtypes, n, slots=n, K=K, V=V, H=2, HV=4)
         else:
-            call = verify_call(0, dtypes, [3] * n, 2, K=K, V=V, H=2, HV=4)
+            call = verify_call(0, dtypes, [2] * n, 1, K=K, V=V, H=2, HV=4)
         config = call.pop("config")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call)
 
