@@ -363,12 +363,12 @@ def test_gpu_mtp_04_a_verify_step_has_the_bits_of_decode_steps() -> None:
 def test_gpu_random_batches(drafts: int) -> None:
     """500 batches in one static shape: other slots, lengths (some too long), accepted counts, flags and padding each time."""
     n, slots, longest = 5, 7, drafts + 1
-    config = config_of((BF16, F32), H=2, HV=4, mtp_step=drafts)
+    config = config_of((F32, F32), H=2, HV=4, mtp_step=drafts)
     operator = gdn_jax.gdn_mtp_decode if drafts else gdn_jax.gdn_decode
     step = jax.jit(partial(operator, config=config, layer=LAYER, implementation="mosaic"))
     for seed in range(500):
         rng = np.random.default_rng(seed)
-        call = make(seed, config, BF16, n, n * (longest + 1) if drafts else n, slots)
+        call = make(seed, config, F32, n, n * (longest + 1) if drafts else n, slots)
         bad = rng.choice([-1, -7, slots, 2**31 - 1], n)
         call["state_indices"] = np.where(rng.random(n) < 0.2, bad, call["state_indices"]).astype(INT)
         if drafts:
@@ -380,5 +380,5 @@ def test_gpu_random_batches(drafts: int) -> None:
             call["has_initial_state"] = rng.random(n) < 0.5
         call = poisoned(call)
         out = step(**{name: x for name, x in call.items() if name != "config"})
-        # Of the few tokens of a batch some nearly cancel, and the norm enlarges what is left: 6.5e-3 at worst.
-        check(call, np.asarray(out.o), GDNState(*(np.asarray(x) for x in out.state)), tol=1e-2)
+        # Where k . q of a fresh sequence nearly cancels, the norm enlarges the rounding: a fault of an index is a thousand times that.
+        check(call, np.asarray(out.o), GDNState(*(np.asarray(x) for x in out.state)), tol=1e-3)
