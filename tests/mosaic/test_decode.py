@@ -380,5 +380,5 @@ def test_gpu_random_batches(drafts: int) -> None:
             call["has_initial_state"] = rng.random(n) < 0.5
         call = poisoned(call)
         out = step(**{name: x for name, x in call.items() if name != "config"})
-        # Where k . q of a fresh sequence nearly cancels, the norm enlarges the rounding: a fault of an index is a thousand times that.
+        # Where k . q of a fresh sequence nearly cancels, the norm enlarges the rounding; a wrong index is a thousand times that.
         check(call, np.asarray(out.o), GDNState(*(np.asarray(x) for x in out.state)), tol=1e-3)
