@@ -61,7 +61,7 @@ def conv(
 
     inputs = dict(
         x=x, weight=weight, bias=bias, slots=slots, layer=layer[None], accepted=num_accepted_tokens, loc=query_start_loc,
-        has=None if has_initial_state is None else has_initial_state.astype(i32),
+        has=has_initial_state,
     )  # fmt: skip
     given = {name: array for name, array in inputs.items() if array is not None}
 
@@ -71,7 +71,7 @@ def conv(
         cta = lax.axis_index("cta")  # one axis: others end at 65,535
         i, here = lax.div(cta, i32(parts)), pl.ds(lax.rem(cta, i32(parts)) * size, size)
         slot, at = ref["slots"][i], ref["layer"][0]
-        has = ref["has"][i] != 0 if "has" in ref else None
+        has = ref["has"][i] if "has" in ref else None
         start, end, offset = i, i + 1, 0
         valid = inside(slot, num_slots) & inside(at, num_layers)
         if verify:
