@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from gdn_jax import GDNConfig, GDNState
+from interop import dlpack
 
 Slots = Tensor | np.ndarray | Sequence[int]
 """Request slots: integers of any width, `[M]`. One outside the pool is skipped."""
+
+_INTEGERS = {dtype for pair in dlpack.DTYPES.items() if pair[1].kind in "iu" for dtype in pair}  # torch's and numpy's
 
 
 class GDNCache:
@@ -30,7 +33,7 @@ class GDNCache:
         device: of the tensors, as torch writes it.
 
     Raises:
-        TypeError: another type; ValueError: a number below 1.
+        TypeError: another type; ValueError: a number below 1, no device.
 
     Example:
         >>> config = GDNConfig(num_v_heads=4, num_k_heads=2, head_k_dim=8, head_v_dim=8, conv_kernel_dim=4, mtp_step=1)
@@ -47,6 +50,11 @@ class GDNCache:
                 raise TypeError(f"GDNCache: `{name}` is {value!r} of type {type(value).__name__}, expected an int.")
             if value < 1:
                 raise ValueError(f"GDNCache: `{name}` is {value}, expected at least 1.")
+        try:
+            device = torch.get_default_device() if device is None else torch.device(device)
+        except (TypeError, RuntimeError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"GDNCache: `device` is {device!r}, expected a torch device, as 'cpu' or 'cuda:0'.") from error
         self.config, self.num_layers, self.num_slots = config, int(num_layers), int(num_slots)
         conv = (num_layers, num_slots, config.conv_dim, config.conv_state_len)
         ssm = (
@@ -92,7 +100,7 @@ class GDNCache:
             slots: integers `[M]`; one outside the pool is skipped.
 
         Raises:
-            TypeError: no integers; ValueError: not one-dimensional.
+            TypeError: no integers; ValueError: not one-dimensional, or a tensor without memory to read.
 
         Example:
             >>> config = GDNConfig(num_v_heads=2, num_k_heads=1, head_k_dim=4, head_v_dim=4, conv_kernel_dim=4)
@@ -143,20 +151,25 @@ class GDNCache:
         """Copies the pools of another cache of the same sizes into this one, in place.
 
         Raises:
-            ValueError: other names, shapes or dtypes; nothing has been written then.
+            TypeError: no mapping of tensors.
+            ValueError: other names, shapes or dtypes, or a tensor without memory to read; nothing has been written
+                in either case.
         """
-        own = self.state_dict()
+        where, own = "GDNCache.load_state_dict", self.state_dict()
+        dlpack.check_modes(where)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"{where}: `state_dict` is of type {type(state_dict).__name__}, expected a mapping.")
         if set(state_dict) != set(own):
-            raise ValueError(f"GDNCache.load_state_dict: the names are {sorted(state_dict)}, expected {sorted(own)}.")
+            raise ValueError(f"{where}: the names are {sorted(map(str, state_dict))}, expected {sorted(own)}.")
         for name, pool in own.items():
-            given = state_dict[name]
+            given, label = state_dict[name], f"state_dict[{name!r}]"
+            dlpack.check_readable(where, label, given)
             if (given.shape, given.dtype) != (pool.shape, pool.dtype):
                 raise ValueError(
-                    f"GDNCache.load_state_dict: `{name}` is {given.dtype}{list(given.shape)}, expected "
-                    f"{pool.dtype}{list(pool.shape)}."
+                    f"{where}: `{label}` is {given.dtype}{list(given.shape)}, expected {pool.dtype}{list(pool.shape)}."
                 )
         for name, pool in own.items():
-            pool.copy_(state_dict[name])
+            pool.copy_(state_dict[name].detach())
 
     def _pools(self) -> tuple[Any, Any]:
         """The two tensors; `Any`, because `GDNState` is annotated with JAX arrays."""
@@ -169,17 +182,24 @@ class GDNCache:
 
     def _slots(self, function: str, name: str, slots: Slots) -> Tensor:
         """Slots as int64 on the pools' device."""
-        if not isinstance(slots, Tensor | np.ndarray | Sequence):
-            what = type(slots).__name__
-            raise TypeError(f"GDNCache.{function}: `{name}` is of type {what}, expected a sequence of integers.")
+        where = f"GDNCache.{function}"
+        dlpack.check_modes(where)
         if isinstance(slots, Tensor):
-            index = slots
+            dlpack.check_readable(where, name, slots)
+            given, index = slots.dtype, slots
+        elif isinstance(slots, np.ndarray | Sequence):
+            try:
+                index = np.array(slots, dtype=None if len(slots) else np.int64)
+            except ValueError as error:
+                raise ValueError(f"{where}: `{name}` is ragged, expected shape (M,).") from error
+            given = index.dtype
         else:
-            index = torch.from_numpy(np.array(slots, dtype=None if len(slots) else np.int64))
-        if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype is torch.bool:
-            raise TypeError(f"GDNCache.{function}: `{name}` has dtype {index.dtype}, expected integers.")
+            raise TypeError(f"{where}: `{name}` is of type {type(slots).__name__}, expected a sequence of integers.")
+        if given not in _INTEGERS:
+            raise TypeError(f"{where}: `{name}` has dtype {given}, expected integers.")
         if index.ndim != 1:
-            raise ValueError(f"GDNCache.{function}: `{name}` has shape {tuple(index.shape)}, expected (M,).")
+            raise ValueError(f"{where}: `{name}` has shape {tuple(index.shape)}, expected (M,).")
+        index = index if isinstance(index, Tensor) else torch.from_numpy(index)
         return index.to(self.device, torch.int64)  # uint64 beyond int64 turns negative: outside the pool all the same
 
     def _inside(self, index: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ import jax
 import jax.core
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_ad
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue] (what `jax.dlpack` calls: no public name)
 from torch import Tensor, to_dlpack
+from torch.nn.parameter import is_lazy
 
 _CPU, _CUDA = 1, 2  # DLPack's names for devices
 _LEGACY_STREAM = 1  # how DLPack calls CUDA's default stream, whose handle is 0
@@ -82,6 +84,8 @@ NO_LAYOUT = Layout(False, (), (), (), False, False, 0, "")  # of a tensor withou
 
 
 def _layout(t: Tensor) -> Layout:
+    if type(t) is not Tensor and is_lazy(t):
+        return NO_LAYOUT
     return layout_of(t.shape, t.stride()) if t.layout is torch.strided and not t.is_nested else NO_LAYOUT
 
 
@@ -104,6 +108,11 @@ def _is_wrapped(t: Tensor) -> bool:
         return True
 
 
+def _is_dual(t: Tensor) -> bool:
+    """Whether it carries a tangent of forward-mode differentiation."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(t).tangent is not None
+
+
 Action = Literal["refuse", "copy", "detach", "narrow"]
 
 
@@ -120,6 +129,9 @@ class Row(NamedTuple):
 # The order matters: a row may rely on what the rows before it have refused.
 # fmt: off
 TABLE = (
+    Row("uninitialized: a lazy module's, without shape", "refuse", "refuse",
+        lambda t, at: is_lazy(t),
+        lambda t, at: "a tensor with memory: run the module once in torch"),
     Row("a tensor subclass with a storage of its own ({t.__class__.__name__})", "refuse", "refuse",
         lambda t, at: type(t) is not Tensor and _dispatches(t),
         lambda t, at: "a plain tensor (of a fake tensor none exists; a DTensor has `to_local()`)"),
@@ -150,6 +162,9 @@ TABLE = (
     Row("part of an autograd graph (it requires grad)", "detach", "refuse",
         lambda t, at: t.requires_grad,
         lambda t, at: "a tensor without gradient (`detach()`): autograd does not see what JAX does"),
+    Row("part of a forward-mode differentiation (it is dual)", "detach", "refuse",
+        lambda t, at: _is_dual(t),
+        lambda t, at: "a tensor without tangent (`detach()`): autograd does not see what JAX does"),
     Row("expanded or overlaps itself", "copy", "refuse",
         lambda t, at: at.overlaps,
         lambda t, at: f"one element a place ({at.gap}); allocate it with `contiguous()`"),
@@ -161,6 +176,7 @@ TABLE = (
         lambda t, at: f"an address that is a multiple of {_alignment(t)}, not {t.data_ptr():#x}"),
 )
 # fmt: on
+_ABOUT_MEMORY = TABLE[:6]  # up to freed storage: no tensor that torch could read, either
 
 
 def _alignment(t: Tensor) -> int:
@@ -171,7 +187,7 @@ def _alignment(t: Tensor) -> int:
 def _address(t: Tensor, at: Layout) -> int:
     """Where a tensor begins for which no row of the table holds: nearly every one, and a call has many. Else 0."""
     ordinary = type(t) is Tensor and at.plain and t.dtype in _ORDINARY and (t.is_cuda or t.is_cpu)
-    if not ordinary or t.requires_grad or t.is_conj() or t.is_neg():
+    if not ordinary or t.requires_grad or t.is_conj() or t.is_neg() or forward_ad._current_level >= 0:
         return 0
     try:
         begin = t.data_ptr()
@@ -190,24 +206,23 @@ class Seen(NamedTuple):
     begin: int  # the byte range of `given`
     end: int
     copied: str  # the label of the row that made a copy, or ""
-    detached: bool
+    detached: str  # the label of the row that took it out of autograd, or ""
 
 
 def examine(where: str, name: Callable[[], str], tensor: Tensor, *, cache: bool = False, copy: bool = True) -> Seen:
     """Applies `TABLE` to one tensor, of which errors say `where` and `name()`; `copy=False` refuses what would copy."""
-    given, copied, detached = tensor, "", False
+    given, copied, detached = tensor, "", ""
     at = given_at = _layout(tensor)
     if begin := _address(tensor, at):
-        return Seen(tensor, tensor, at.axes, begin, begin + at.reach * tensor.itemsize, "", False)
+        return Seen(tensor, tensor, at.axes, begin, begin + at.reach * tensor.itemsize, "", "")
     for row in TABLE:
         if not row.holds(tensor, at):
             continue
         action = row.cache if cache else row.argument
         if action == "refuse" or (action != "detach" and not copy):
-            label = row.label.format(t=tensor)
-            raise ValueError(f"{where}: `{name()}` is {label}, expected {row.expected(tensor, at)}.")
+            raise _refusal(where, name(), row, tensor, at)
         if action == "detach":
-            tensor, detached = tensor.detach(), True
+            tensor, detached = tensor.detach(), row.label
             continue
         copied = row.label.format(t=tensor)
         if action == "narrow":
@@ -220,6 +235,20 @@ def examine(where: str, name: Callable[[], str], tensor: Tensor, *, cache: bool 
         base = base.detach().as_subclass(Tensor)
     begin = given.data_ptr()
     return Seen(given, base, at.axes, begin, begin + given_at.reach * given.element_size(), copied, detached)
+
+
+def check_readable(where: str, name: str, value: Any) -> None:
+    """Refuses what torch itself cannot read as a plain tensor, whatever JAX would say."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{where}: `{name}` is of type {type(value).__name__}, expected a torch.Tensor.")
+    at = _layout(value)
+    for row in _ABOUT_MEMORY:
+        if row.holds(value, at):
+            raise _refusal(where, name, row, value, at)
+
+
+def _refusal(where: str, name: str, row: Row, t: Tensor, at: Layout) -> ValueError:
+    return ValueError(f"{where}: `{name}` is {row.label.format(t=t)}, expected {row.expected(t, at)}.")
 
 
 def _narrowed(where: str, name: Callable[[], str], t: Tensor) -> Tensor:
@@ -241,7 +270,7 @@ def _narrowed(where: str, name: Callable[[], str], t: Tensor) -> Tensor:
 def warn(where: str, seen: Sequence[tuple[Callable[[], str], Seen]]) -> None:
     """One warning, at the caller's line, for all that was copied or detached in a call."""
     notes = [f"`{name()}` is {s.copied}: copied" for name, s in seen if s.copied]
-    notes += [f"`{name()}` requires grad: detached" for name, s in seen if s.detached]
+    notes += [f"`{name()}` is {s.detached}: detached" for name, s in seen if s.detached]
     if notes:
         warnings.warn(f"{where}: {'; '.join(notes)}.", UserWarning, skip_file_prefixes=(_HERE,))
 
@@ -261,8 +290,36 @@ def check_process(where: str) -> None:
         )
 
 
+def check_modes(where: str) -> None:
+    """Refuses a torch dispatch mode under which operators only seem to compute: fake tensors, tracing, functionalization.
+
+    One that passes the operators on, as a profiler's does, is fine.
+    """
+    for i in range(torch._C._len_torch_dispatch_stack()):
+        mode = torch._C._get_dispatch_stack_at(i)
+        if getattr(mode, "_mode_key", None) is not None or not _computes():
+            raise ValueError(
+                f"{where}: the torch dispatch mode {type(mode).__name__} is active, expected none that takes torch's "
+                "operators over: make the call outside it."
+            )
+
+
+def _computes() -> bool:
+    """Whether operators write to memory, under the modes that are active."""
+    probe = torch.zeros(1, device="cpu").add_(1)
+    return type(probe) is Tensor and probe.is_cpu and not _is_wrapped(probe) and bool(probe.numpy()[0] == 1)
+
+
+def flag(where: str, name: str, value: Any) -> bool | None:
+    """An option that is True, False or None."""
+    if value is not None and not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{where}: `{name}` is {value!r} of type {type(value).__name__}, expected True, False or None.")
+    return None if value is None else bool(value)
+
+
 def on_device(where: str, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """The context in which tensors of `device` are exchanged; refuses a CUDA stream that is capturing a graph."""
+    check_modes(where)
     if device.type != "cuda":
         return contextlib.nullcontext()
     here = device.index == torch.cuda.current_device()
@@ -365,8 +422,9 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> jax.Array:
         device, ready in stream order.
 
     Raises:
-        TypeError: no tensor.
-        ValueError: a tensor that cannot be exchanged (see docs/interop.md), or only by a copy that `copy` forbids.
+        TypeError: no tensor, or another `copy`.
+        ValueError: a tensor that cannot be exchanged (see docs/interop.md), or only by a copy that `copy` forbids; a
+            torch dispatch mode that takes operators over, as of fake tensors.
         RuntimeError: the current stream is capturing a CUDA graph; the process was forked after use.
 
     Example:
@@ -376,6 +434,7 @@ def to_jax(tensor: Tensor, *, copy: bool | None = None) -> jax.Array:
         ((3, 2), True)
     """
     check_process("to_jax")
+    copy = flag("to_jax", "copy", copy)
     if not isinstance(tensor, Tensor):
         raise TypeError(f"to_jax: `tensor` is of type {type(tensor).__name__}, expected a torch.Tensor.")
 
@@ -404,8 +463,9 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> Tensor:
         A tensor of the same shape and dtype on the array's device, ready on the current stream.
 
     Raises:
-        TypeError: no concrete JAX array.
-        ValueError: an array that was deleted or donated, is spread over devices, or has a dtype that torch lacks.
+        TypeError: no concrete JAX array, or another `copy`.
+        ValueError: an array that was deleted or donated, is spread over devices, or has a dtype that torch lacks; a
+            torch dispatch mode that takes operators over, as of fake tensors.
         RuntimeError: the current stream is capturing a CUDA graph; the process was forked after use.
 
     Example:
@@ -413,6 +473,7 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> Tensor:
         tensor([0, 1, 2], dtype=torch.int32)
     """
     check_process("to_torch")
+    copy = flag("to_torch", "copy", copy)
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise TypeError(f"to_torch: `array` is of type {type(array).__name__}, expected a JAX array, outside jit.")
     if array.is_deleted():

@@ -5,6 +5,7 @@ with another `forward`. Projections stay torch's, so that quantised or adapted o
 model's own cache; the recurrent states in that cache are updated in place.
 """
 
+import contextlib
 import functools
 import sys
 from typing import Any
@@ -152,7 +153,9 @@ class _OnJAX:
         with torch.no_grad():
             o = _compute(self, hidden_states, cache_params if cache is None else cache, attention_mask)
         if torch.is_grad_enabled():
-            o = _NoBackward.apply(o, where, hidden_states, self.A_log)
+            # All that `_compute` has used, unseen by autograd.
+            swallowed = [x for name, x in self.named_parameters() if not name.startswith("out_proj.")]
+            o = _NoBackward.apply(o, where, hidden_states, *swallowed)
         return self.out_proj(o)
 
 
@@ -191,26 +194,23 @@ def _call(config: GDNConfig) -> InPlace:
 
 
 def _compute(module: Any, hidden_states: Tensor, cache: Any, attention_mask: Tensor | None) -> Tensor:
-    """`[B, T, hidden]` to `[B, T, HV * V]`; `cache` holds the new states."""
+    """`[B, T, hidden]` to `[B, T, HV * V]`; `cache` holds the new states, or the old ones where the call is refused."""
     mask = sys.modules[module._original.__module__].apply_mask_to_padding_states
     qkv, *others = _projections(module, mask(hidden_states, attention_mask))
     batch, length, _ = qkv.shape
     width, layer_idx = module.conv_kernel_size - 1, module.layer_idx
 
-    state_shape = batch, module.num_v_heads, module.head_k_dim, module.head_v_dim
-    if cache is None:
-        before, state = None, qkv.new_zeros(state_shape, dtype=torch.float32)
-    else:
-        inputs = qkv.transpose(1, 2)
-        before = cache.update_conv_state(inputs, layer_idx, conv_kernel_size=width + 1)[..., :-length]
+    conv = ssm = None
+    if cache is not None:
         layer = cache.layers[layer_idx]
-        if not layer.is_recurrent_states_initialized[0]:
-            cache.update_recurrent_state(qkv.new_zeros(state_shape, dtype=torch.float32), layer_idx)
-        state = layer.recurrent_states[0]
+        conv = layer.conv_states[0] if layer.is_conv_states_initialized[0] else None
+        ssm = layer.recurrent_states[0] if layer.is_recurrent_states_initialized[0] else None
     history = qkv.new_zeros(batch, qkv.shape[2], width)
-    if before is not None and width:
-        before = before[..., -width:]
+    if conv is not None and width:
+        before = conv[..., -width:]
         history[..., width - before.shape[-1] :] = before
+    shape = batch, module.num_v_heads, module.head_k_dim, module.head_v_dim
+    state = qkv.new_zeros(shape, dtype=torch.float32) if ssm is None else ssm
 
     mixed = torch.cat([qkv, *others], dim=-1).flatten(0, 1)
     starts = None
@@ -221,6 +221,13 @@ def _compute(module: Any, hidden_states: Tensor, cache: Any, attention_mask: Ten
     norm = module.norm.weight.detach(), float(module.layer_norm_epsilon)
     weights = [None if w is None else w.detach() for w in weights]
     o = _call(_config(module))(state, weights, *norm, history, mixed, starts)
+    if cache is not None:
+        # As `InPlace` does with the recurrent state: one that was made in inference mode is updated outside it, too.
+        inference = conv is not None and conv.is_inference()
+        with torch.inference_mode() if inference else contextlib.nullcontext():
+            cache.update_conv_state(qkv.transpose(1, 2), layer_idx, conv_kernel_size=width + 1)
+        if ssm is None:
+            cache.update_recurrent_state(state, layer_idx)
     return o[: batch * length].reshape(batch, length, -1)
 
 

@@ -19,7 +19,7 @@ import contextlib
 import inspect
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,10 +81,11 @@ class InPlace:
         max_executables: compiled programs that are kept, the least recently used is dropped first.
 
     Raises:
-        TypeError: (construction) `fn` cannot be called or a name is no parameter of it; (call) a leaf of another type.
-        ValueError: (call) tensors that cannot be exchanged, caches that overlap each other or an argument, new caches
-            that differ from the old ones, tensors on different devices, a strict call that would copy: all of these
-            before any cache is touched.
+        TypeError: (construction) `fn` cannot be called, a name is no parameter of it, or an option of another type;
+            (call) a leaf of another type.
+        ValueError: (construction) `max_executables` below 1; (call) tensors that cannot be exchanged, caches that overlap
+            each other or an argument, new caches that differ from the old ones, tensors on different devices, a strict
+            call that would copy, a torch dispatch mode that takes operators over: all before any cache is touched.
         RuntimeError: (call) a CUDA stream that is capturing; a process forked after use.
 
     Example:
@@ -105,15 +106,25 @@ class InPlace:
         static_argnames: str | Sequence[str] = (),
         max_executables: int = 64,
     ) -> None:
-        self._fn, self._strict, self._max_executables = fn, strict, max_executables
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self._where = f"InPlace({self._name})"
+        self._fn, self._strict = fn, dlpack.flag(self._where, "strict", strict)
+        try:
+            parameters = inspect.signature(fn).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{self._where}: `fn` is {fn!r}, expected a function with a signature.") from error
+        if isinstance(max_executables, bool) or not isinstance(max_executables, int | np.integer):
+            raise TypeError(f"{self._where}: `max_executables` is {max_executables!r}, expected an int.")
+        if max_executables < 1:
+            raise ValueError(f"{self._where}: `max_executables` is {max_executables}, expected at least 1.")
+        self._max_executables = int(max_executables)
+        if not isinstance(static_argnames, Iterable):
+            raise TypeError(f"{self._where}: `static_argnames` is {static_argnames!r}, expected names of parameters.")
         self._static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        parameters = inspect.signature(fn).parameters.values()
         self._positions = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         for name in self._static:
-            if not takes_any and name not in (p.name for p in parameters):
+            if not isinstance(name, str) or not (takes_any or name in [p.name for p in parameters]):
                 raise TypeError(f"{self._where}: `static_argnames` has {name!r}, expected a parameter of the function.")
         self._executables: dict[_Key, concurrent.futures.Future[_Run]] = {}
         self._lock = threading.Lock()

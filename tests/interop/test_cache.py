@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gdn_jax import GDNConfig, GDNState, copy_slots, reset_slots
 from interop import GDNCache, InPlace, to_jax, to_torch
@@ -116,7 +117,11 @@ def test_slots_of_any_integer_dtype(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(cache.state, expected.state))
 
 
-@pytest.mark.parametrize("slots", [[1.0], torch.tensor([True]), np.ones(1, np.float32), torch.ones(1)], ids=repr)
+@pytest.mark.parametrize(
+    "slots",
+    [[1.0], torch.tensor([True]), np.ones(1, np.float32), torch.ones(1).double(), "ab", b"ab", ["a"], [None], [2**70]],
+    ids=repr,
+)
 def test_slots_that_are_no_integers(slots) -> None:
     cache, before = make(), make()
     with pytest.raises(TypeError, match=r"GDNCache.reset: `slots` has dtype .*, expected integers"):
@@ -134,6 +139,10 @@ def test_slots_of_wrong_shape() -> None:
         cache.reset(torch.tensor(1))
     with pytest.raises(ValueError, match="`dst_slots` has 1 slots, expected 2"):
         cache.copy([0, 1], [2])
+    with pytest.raises(ValueError, match=r"`slots` is ragged, expected shape \(M,\)"):
+        cache.reset([[1], [1, 2]])
+    with pytest.raises(ValueError, match=r"GDNCache.reset: `slots` is on device meta"):
+        cache.reset(torch.zeros(1, dtype=torch.int32, device="meta"))
     with pytest.raises(TypeError, match="`slots` is of type int, expected"):
         cache.reset(1)
     assert all(torch.equal(a, b) for a, b in zip(cache.state, before.state))
@@ -148,6 +157,11 @@ def test_errors_of_the_constructor() -> None:
         GDNCache(config, 1, 1.5, device="cpu")
     with pytest.raises(TypeError, match="`config` is of type dict, expected a GDNConfig"):
         GDNCache({}, 1, 1, device="cpu")
+    with pytest.raises(ValueError, match="GDNCache: `device` is 'foo', expected a torch device"):
+        GDNCache(config, 1, 1, device="foo")
+    with pytest.raises(TypeError, match=r"GDNCache: `device` is 1.5, expected a torch device"):
+        GDNCache(config, 1, 1, device=1.5)
+    assert GDNCache(config, 1, 1, device=torch.device("cpu")).device.type == "cpu"
 
 
 def test_made_in_inference_mode_used_outside() -> None:
@@ -177,10 +191,60 @@ def test_a_checkpoint_that_does_not_fit() -> None:
     good = make(fill=False).state_dict()
     with pytest.raises(ValueError, match=r"names are \['conv'\], expected \['conv', 'ssm'\]"):
         cache.load_state_dict({"conv": good["conv"]})
-    with pytest.raises(ValueError, match=r"`ssm` is torch.float32.*expected torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"names are \['1', 'conv', 'ssm'\], expected"):
+        cache.load_state_dict(good | {1: good["ssm"]})
+    with pytest.raises(ValueError, match=r"`state_dict\['ssm'\]` is torch.float32.*expected torch.bfloat16"):
         cache.load_state_dict(good | {"ssm": good["ssm"].float()})
-    with pytest.raises(ValueError, match=r"`ssm` is torch.bfloat16\[1\]"):
+    with pytest.raises(ValueError, match=r"`state_dict\['ssm'\]` is torch.float64.*expected torch.bfloat16"):
+        cache.load_state_dict(good | {"ssm": good["ssm"].double()})
+    with pytest.raises(ValueError, match=r"`state_dict\['ssm'\]` is torch.bfloat16\[1\]"):
         cache.load_state_dict(good | {"ssm": good["ssm"].new_zeros(1)})
+    with pytest.raises(TypeError, match="`state_dict` is of type NoneType, expected a mapping"):
+        cache.load_state_dict(None)
+    assert all(torch.equal(a, b) for a, b in zip(cache.state, before.state))
+
+
+def freed(pool: torch.Tensor) -> torch.Tensor:
+    pool.untyped_storage().resize_(0)
+    return pool
+
+
+UNREADABLE = {
+    "None": (lambda pool: None, TypeError, "is of type NoneType, expected a torch.Tensor"),
+    "numpy": (lambda pool: pool.float().numpy(), TypeError, "is of type ndarray, expected a torch.Tensor"),
+    "sparse": (lambda pool: pool.to_sparse(), ValueError, "is sparse, nested or quantized"),
+    "meta": (lambda pool: pool.to("meta"), ValueError, "is on device meta"),
+    "freed": (freed, ValueError, "is freed"),
+    "fake": (lambda pool: FakeTensorMode().from_tensor(pool), ValueError, r"is a tensor subclass .*\(FakeTensor\)"),
+    "lazy": (lambda pool: torch.nn.UninitializedBuffer(), ValueError, "is uninitialized"),
+}
+
+
+@pytest.mark.parametrize("name", ["conv", "ssm"])
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_checkpoint_that_cannot_be_read_changes_nothing(kind: str, name: str) -> None:
+    make_bad, error, words = UNREADABLE[kind]
+    cache, before, good = make(), make(), make(fill=False).state_dict()
+    with pytest.raises(error, match=rf"GDNCache.load_state_dict: `state_dict\['{name}'\]` {words}"):
+        cache.load_state_dict(good | {name: make_bad(good[name].clone())})
+    assert all(torch.equal(a, b) for a, b in zip(cache.state, before.state))
+
+
+def test_a_checkpoint_with_gradient_or_gaps() -> None:
+    cache, other = make(fill=False), make()
+    given = {name: pool.mT.contiguous().mT.requires_grad_() for name, pool in other.state_dict().items()}
+    cache.load_state_dict(given)
+    assert all(torch.equal(a, b) and not a.requires_grad for a, b in zip(cache.state, other.state))
+    with torch.inference_mode():
+        cache.load_state_dict({name: pool * 2 for name, pool in other.state_dict().items()})
+    assert torch.equal(cache.state.conv, other.state.conv * 2) and not cache.state.conv.is_inference()
+
+
+def test_nothing_is_done_under_fake_tensors() -> None:
+    cache, before, good = make(), make(), make(fill=False).state_dict()
+    for use in (lambda: cache.load_state_dict(good), lambda: cache.reset([0]), lambda: cache.copy([0], [1])):
+        with FakeTensorMode(), pytest.raises(ValueError, match=r"GDNCache.\w+: the torch dispatch mode FakeTensorMode"):
+            use()
     assert all(torch.equal(a, b) for a, b in zip(cache.state, before.state))
 
 

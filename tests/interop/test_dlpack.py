@@ -16,8 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from interop import InPlace, dlpack, to_jax, to_torch
 from interop.dlpack import DTYPES, TORCH_DTYPES, jax_device, layout_of
@@ -233,7 +238,7 @@ def test_one_warning_a_call_site() -> None:
 
 def test_one_warning_a_call() -> None:
     with pytest.warns(
-        UserWarning, match=r"`x\['b'\]` is a slice.*`args\[1\]` is not aligned.*`x\['a'\]` requires grad"
+        UserWarning, match=r"`x\['b'\]` is a slice.*`args\[1\]` is not aligned.*`x\['a'\]` is part of an"
     ) as seen:
         InPlace(lambda cache, x, *more: (cache,))(
             torch.zeros(2), {"a": torch.zeros(3, requires_grad=True), "b": random(4, 6)[:, ::2]}, misaligned(3)
@@ -325,11 +330,11 @@ def test_with_x64_wide_dtypes_are_shared(dtype: torch.dtype, recwarn: pytest.War
 def test_gradient(make: Callable[[], Tensor]) -> None:
     tensor = make()
     for copy in (None, False, True):
-        with pytest.warns(UserWarning, match="`tensor` requires grad: detached") as seen:
+        with pytest.warns(UserWarning, match=r"`tensor` is part of an autograd graph .*: detached") as seen:
             array = to_jax(tensor, copy=copy)
         assert len(seen) == 1
         assert (array.unsafe_buffer_pointer() == tensor.data_ptr()) == (copy is not True)
-    with pytest.warns(UserWarning, match="`x` requires grad: detached"):
+    with pytest.warns(UserWarning, match=r"`x` is part of an autograd graph \(it requires grad\): detached"):
         output = InPlace(lambda cache, x: (cache, x))(torch.zeros(2), tensor)
     assert not output.requires_grad and tensor.requires_grad
     before = tensor.detach().clone()
@@ -338,7 +343,80 @@ def test_gradient(make: Callable[[], Tensor]) -> None:
     assert torch.equal(tensor, before)
 
 
+def test_forward_mode_tangents() -> None:
+    cache = torch.zeros(2)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(64), torch.full((64,), 3.0))
+        for copy in (None, False, True):
+            with pytest.warns(
+                UserWarning, match=r"`tensor` is part of a forward-mode .*\(it is dual\): detached"
+            ) as seen:
+                to_jax(dual, copy=copy)
+            assert len(seen) == 1
+        with pytest.warns(UserWarning, match=r"`x` is part of a forward-mode .*: detached"):
+            output = InPlace(lambda cache, x: (cache, x * x))(cache, dual)
+        assert torch.equal(output, torch.ones(64)) and forward_ad.unpack_dual(output).tangent is None
+        with pytest.raises(ValueError, match=r"`caches` is part of a forward-mode .*expected .*detach"):
+            InPlace(twice)(dual)
+        assert torch.equal(forward_ad.unpack_dual(dual).primal, torch.ones(64))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            to_jax(torch.ones(64))
+            InPlace(twice)(cache, torch.ones(64))
+
+
 # -------------------------------------------------------------------------------------------------------------- refused
+
+
+class OnMeta(TorchDispatchMode):
+    """New tensors have no memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **{**(kwargs or {}), "device": "meta"} if func is torch.ops.aten.zeros.default else {})
+
+
+class InPlaceIsLost(TorchDispatchMode):
+    """Operators that write to a tensor do not."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return args[0] if func._schema.is_mutable else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode, FunctionalTensorMode, OnMeta, InPlaceIsLost])
+def test_no_exchange_under_a_mode_that_computes_nothing(mode: Callable[[], TorchDispatchMode]) -> None:
+    cache, array = torch.zeros(64), jnp.ones(64)
+    step = InPlace(lambda cache, x=0: (cache + 1,))
+    step(cache)
+    words = f"the torch dispatch mode {mode.__name__} is active, expected none"
+    for use in (lambda: step(cache), lambda: step(cache, 1), lambda: to_jax(cache), lambda: to_torch(array)):
+        with mode(), pytest.raises(ValueError, match=words):
+            use()
+    assert (cache == 1).all()
+
+
+def test_no_exchange_while_tracing() -> None:
+    with pytest.raises(ValueError, match="the torch dispatch mode ProxyTorchDispatchMode is active"):
+        make_fx(lambda x: x + to_torch(to_jax(x)))(torch.ones(3))
+
+
+def test_modes_that_pass_operators_on_are_fine() -> None:
+    cache = torch.zeros(64)
+    with FlopCounterMode(display=False):
+        InPlace(twice)(cache, to_jax(torch.ones(64)))
+
+
+@pytest.mark.parametrize("value", ["no", 0, 1, 1.0, torch.tensor(True)], ids=repr)
+def test_copy_is_true_false_or_none(value: object) -> None:
+    for use in (lambda: to_jax(torch.ones(3), copy=value), lambda: to_torch(jnp.ones(3), copy=value)):
+        with pytest.raises(TypeError, match=r"to_\w+: `copy` is .*, expected True, False or None"):
+            use()
+
+
+def test_numpy_bools_are_bools() -> None:
+    with pytest.raises(ValueError, match="a slice with gaps"):
+        to_jax(random(4, 6)[:, ::2], copy=np.False_)
+    array = jnp.ones(64)
+    assert to_torch(array, copy=np.True_).data_ptr() != array.unsafe_buffer_pointer()
 
 
 def freed(offset: int) -> Tensor:
@@ -393,6 +471,8 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "meta": (lambda: torch.zeros(3, device="meta"), "on device meta"),
     "fake": (lambda: FakeTensorMode().from_tensor(torch.zeros(3)), r"a tensor subclass .*\(FakeTensor\)"),
     "own storage": (lambda: OwnStorage(torch.zeros(3)), r"a tensor subclass .*\(OwnStorage\)"),
+    "lazy parameter": (lambda: torch.nn.UninitializedParameter(), "uninitialized: a lazy module's"),
+    "lazy buffer": (lambda: torch.nn.UninitializedBuffer(), "uninitialized: a lazy module's"),
     "zero tensor": (lambda: torch._efficientzerotensor((3,)), "wrapped .* without memory"),
     "freed": (lambda: freed(0), "freed: .* expected 256 bytes, not 0"),
     "freed with offset": (lambda: freed(16), "freed: .* expected 320 bytes, not 0"),
@@ -416,6 +496,10 @@ def test_refused_everywhere(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"InPlace\(.*\): `caches\[1\]` is {words}|expected cpu"):
         InPlace(lambda caches: (caches,))([cache, tensor])
     assert not cache.any()
+
+
+def test_rows_about_memory() -> None:
+    assert [row.label.split()[0] for row in dlpack._ABOUT_MEMORY][::5] == ["uninitialized:", "freed:"]
 
 
 def test_plain_subclasses_are_fine() -> None:
@@ -667,11 +751,12 @@ def test_gpu_misaligned() -> None:
 
 @pytest.mark.gpu
 def test_gpu_capturing_stream_is_refused() -> None:
-    tensor = torch.zeros(64, device="cuda")
-    step = InPlace(twice)
+    tensor, x = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
+    step, array = InPlace(twice), to_jax(x)
     step(tensor)
+    step(tensor, x)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        for use in (lambda: to_jax(tensor), lambda: step(tensor)):
+        for use in (lambda: to_jax(tensor), lambda: to_torch(array), lambda: step(tensor), lambda: step(tensor, x)):
             with pytest.raises(RuntimeError, match=r"capturing a CUDA graph.*cannot be captured"):
                 use()
         tensor.add_(1)

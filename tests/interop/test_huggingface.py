@@ -153,6 +153,14 @@ def test_inference_mode() -> None:
     assert torch.equal(got.sequences, want.sequences)
 
 
+def test_a_cache_of_inference_mode_outside_it() -> None:
+    model, tokens = replace_gated_delta_net(build()), ids(2, 9)
+    with torch.inference_mode():
+        cache = model(tokens[:, :8], use_cache=True).past_key_values
+    with torch.no_grad():
+        close(model(tokens[:, 8:], past_key_values=cache).logits[:, -1], model(tokens).logits[:, -1])
+
+
 def test_with_x64_on() -> None:
     with jax.enable_x64(True):
         same_run(build(), pieces(5, 1))
@@ -263,6 +271,61 @@ def test_a_backward_pass_raises() -> None:
     with pytest.raises(RuntimeError, match=r"Qwen3NextGatedDeltaNet on gdn_jax: backward .* expected inference"):
         logits.sum().backward()
     want.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "name", ["in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "norm.weight", "dt_bias"]
+)
+def test_a_backward_pass_raises_whatever_is_trained(name: str) -> None:
+    model = replace_gated_delta_net(build()).requires_grad_(False)
+    module = model.model.layers[0].linear_attn
+    module.get_parameter(name).requires_grad_()
+    with pytest.raises(RuntimeError, match="expected inference"):
+        module(torch.ones(1, 3, 32)).sum().backward()
+
+
+def test_what_comes_after_the_layers_can_be_trained() -> None:
+    model = replace_gated_delta_net(build()).requires_grad_(False)
+    module = model.model.layers[0].linear_attn
+    module.out_proj.requires_grad_()
+    module(torch.ones(1, 3, 32)).sum().backward()
+    assert module.out_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_refused_call_leaves_the_cache(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = replace_gated_delta_net(build()), ids(2, 6)
+    module, hidden = model.model.layers[0].linear_attn, torch.randn(2, 2, 32)
+
+    def refuse(*args: Any) -> Any:
+        raise ValueError("refused")
+
+    with torch.no_grad():
+        cache = model(tokens, use_cache=True).past_key_values
+        if first:
+            cache = type(cache)(config=model.config)
+        layer, untouched = cache.layers[0], copy.deepcopy(cache)
+        with monkeypatch.context() as patch:
+            patch.setattr(huggingface, "_call", lambda config: refuse)
+            with pytest.raises(ValueError, match="refused"):
+                module(hidden, cache)
+        for field in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
+            assert getattr(layer, field) == getattr(untouched.layers[0], field)
+        if not first:
+            assert all(torch.equal(a, b) for a, b in zip(states(cache), states(untouched), strict=True))
+        close(module(hidden, cache), module(hidden, untouched))
+
+
+def test_a_state_of_another_dtype_is_refused_before_the_cache_changes() -> None:
+    model = replace_gated_delta_net(build())
+    with torch.no_grad():
+        cache = model(ids(2, 6), use_cache=True).past_key_values
+        layer = cache.layers[0]
+        layer.recurrent_states[0] = layer.recurrent_states[0].double()
+        before = [x.clone() for x in states(cache)]
+        with pytest.raises(ValueError, match=r"`caches` is of dtype torch\.float64"):
+            model(ids(2, 1), past_key_values=cache)
+    assert all(torch.equal(a, b) for a, b in zip(states(cache), before, strict=True))
 
 
 def test_training_mode_after_the_swap() -> None:

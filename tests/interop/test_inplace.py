@@ -232,11 +232,34 @@ def test_static_errors() -> None:
         InPlace(lambda cache, mode: (cache,), static_argnames="mode")(torch.zeros(1), [1])
     with pytest.raises(TypeError, match=r"`mode` is of type str, expected .* `static_argnames`"):
         InPlace(lambda cache, mode: (cache,))(torch.zeros(1), "add")
-    with pytest.raises(TypeError):
-        InPlace(3)
+    with pytest.raises(TypeError, match="`static_argnames` has 3, expected a parameter"):
+        InPlace(lambda cache, **kwargs: (cache,), static_argnames=[3])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"fn": 3}, TypeError, r"InPlace\(int\): `fn` is 3, expected a function with a signature"),
+        ({"static_argnames": 3}, TypeError, "`static_argnames` is 3, expected names of parameters"),
+        ({"max_executables": "x"}, TypeError, "`max_executables` is 'x', expected an int"),
+        ({"max_executables": True}, TypeError, "`max_executables` is True, expected an int"),
+        ({"max_executables": 0}, ValueError, "`max_executables` is 0, expected at least 1"),
+        ({"strict": "no"}, TypeError, "`strict` is 'no' of type str, expected True, False or None"),
+        ({"strict": 0}, TypeError, "`strict` is 0 of type int, expected True, False or None"),
+    ],
+)
+def test_wrong_options(options: dict, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        InPlace(**{"fn": lambda cache: (cache,)} | options)
 
 
 # -------------------------------------------------------------------------------------------------------------- refused
+
+
+def test_numpy_options() -> None:
+    cache = torch.zeros(3)
+    InPlace(lambda c: (c + 1,), strict=np.bool_(False), max_executables=np.int64(2))(cache)
+    assert (cache == 1).all()
 
 
 def test_wrong_types() -> None:
