@@ -17,7 +17,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
-STRIP = {2: 32, 4: 128}  # columns of a tile in registers at a time, by the bytes of an element, where none have to stay
+STRIP = {2: 256, 4: 256}  # columns of a tile in registers at a time, by the bytes of an element, where none have to stay
 
 
 def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
