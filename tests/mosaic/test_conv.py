@@ -206,14 +206,14 @@ def lowers_in_place(call: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16])
 def test_every_dtype_lowers_in_place(dtype: Any) -> None:
-    for others in itertools.product((BF16, F32, F16), repeat=2):
-        lowers_in_place(make(0, (dtype, *others), n=2, slots=2, D=8192))
-        lowers_in_place(make(0, (dtype, *others), (4, 4), S=3, slots=2, D=8192))
+    for number, others in enumerate(itertools.product((BF16, F32, F16), repeat=2)):
+        form: dict[str, Any] = dict(lengths=(4, 4), S=3) if number % 2 else dict(n=2)
+        lowers_in_place(make(0, (dtype, *others), slots=2, D=8192, **form))
 
 
 @pytest.mark.parametrize(("n", "D"), [(1, 384), (600, 2048)])
 def test_every_size_lowers_in_place(n: int, D: int) -> None:
-    for W, S in ((2, 0), (4, 0), (8, 0), (2, 7), (4, 3), (8, 7)):
+    for W, S in ((2, 0), (4, 3), (8, 7)):
         lowers_in_place(make(0, (BF16,) * 3, n=n, slots=2, D=D, W=W, S=S))
         lowers_in_place(make(0, (BF16,) * 3, (S + 1,) * n, slots=2, D=D, W=W, S=S))
 

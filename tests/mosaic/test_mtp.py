@@ -129,7 +129,7 @@ def test_the_detector_sees_one_slot_for_two_sequences() -> None:
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_every_tile_lowers_in_place(dtypes: Any) -> None:
-    for n, (K, V) in itertools.product((1, 8), SIZES):
+    for n, (K, V) in itertools.product((1, 8), SIZES if dtypes == (BF16, BF16) else SIZES[1:3]):
         call = make(0, [2] * n, 2, dtypes, K, V, H=2, HV=16)
         arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in call.items() if name != "ssm_state"}
         pool = jax.ShapeDtypeStruct(call["ssm_state"].shape, call["ssm_state"].dtype)

@@ -89,7 +89,7 @@ def test_what_a_block_takes() -> None:
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=ids)
 def test_every_size_lowers(dtypes: Any) -> None:
-    for v_dim, lead in itertools.product(DIMS, ((32,), (3, 5), (65537,), ())):
+    for v_dim, lead in ((64, (3, 5)), (128, (32,)), (128, (65537,)), (256, ())):
         shapes = ((*lead, v_dim), (*lead, v_dim), (v_dim,))
         arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
         text = lowered(partial(gated_rms_norm, implementation="mosaic"), *arguments)
