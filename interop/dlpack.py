@@ -128,7 +128,7 @@ class Row(NamedTuple):
 
 # The order matters: a row may rely on what the rows before it have refused.
 # fmt: off
-TABLE = (
+_ABOUT_MEMORY = (  # without any that torch could read, either
     Row("uninitialized: a lazy module's, without shape", "refuse", "refuse",
         lambda t, at: is_lazy(t),
         lambda t, at: "a tensor with memory: run the module once in torch"),
@@ -147,6 +147,9 @@ TABLE = (
     Row("freed: its storage was resized below what it needs", "refuse", "refuse",
         lambda t, at: t.untyped_storage().nbytes() < _needed_bytes(t, at),
         lambda t, at: f"{_needed_bytes(t, at)} bytes, not {t.untyped_storage().nbytes()}"),
+)
+TABLE = (
+    *_ABOUT_MEMORY,
     Row("a conjugate or negative view", "refuse", "refuse",
         lambda t, at: t.is_conj() or t.is_neg(),
         lambda t, at: "its values (`resolve_conj()`, `resolve_neg()`)"),
@@ -176,7 +179,6 @@ TABLE = (
         lambda t, at: f"an address that is a multiple of {_alignment(t)}, not {t.data_ptr():#x}"),
 )
 # fmt: on
-_ABOUT_MEMORY = TABLE[:6]  # up to freed storage: no tensor that torch could read, either
 
 
 def _alignment(t: Tensor) -> int:

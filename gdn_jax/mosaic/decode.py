@@ -27,11 +27,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gdn_jax.mosaic.common import (
-    STRIP,
     channels_layout,
     decay_of,
     f32,
-    factors,
     keep,
     launch,
     load,
@@ -85,8 +83,7 @@ def decode(
     width, longest, per_k_head = config.conv_kernel_dim, config.mtp_step + 1, hv_count // h_count
     heads, vb = heads_and_columns(n, config, ssm.dtype.itemsize)
     members, verify = per_k_head // heads, query_start_loc is not None
-    strip = vb if verify else min(vb, STRIP[ssm.dtype.itemsize])
-    layout = swizzled_layout(strip, ssm.dtype)
+    layout = swizzled_layout(vb, ssm.dtype)
     of_k, of_v, of_row = layout.reduce(1), layout.reduce(0), row_layout()
     tiles = [(head, part * vb) for head in range(heads) for part in range(v_dim // vb)]  # of a CTA, and their columns
     buffers = len(tiles) + (longest > 1)  # the states to start from, and a spare one to store from in turn
@@ -94,7 +91,7 @@ def decode(
     inputs = dict(
         x=mixed, weight=weights.conv_weight, bias=weights.conv_bias, A_log=weights.A_log, dt_bias=weights.dt_bias,
         norm_weight=norm_weight, norm_eps=norm_eps[None], slots=slots, layer=layer[None], accepted=num_accepted_tokens,
-        loc=query_start_loc, has=has_initial_state,
+        loc=query_start_loc, has=None if has_initial_state is None else has_initial_state.astype(jnp.int32),
     )  # fmt: skip
     given = {name: x for name, x in inputs.items() if x is not None}
 
@@ -121,7 +118,7 @@ def decode(
             for number, (head, column) in enumerate(tiles):
                 plgpu.copy_gmem_to_smem(state_at(offset, head, column), tiles_sm.at[number], arrived.at[number])
             tokens = [jnp.minimum(start + t, num_tokens - 1) for t in range(longest)]
-            has = ref["has"][i] if "has" in ref else None
+            has = ref["has"][i] != 0 if "has" in ref else None
 
             # Everything is loaded before anything is stored: no load passes a store.
             def channels(first: Any, size: int) -> tuple[Any, ...]:
@@ -181,32 +178,25 @@ def decode(
             for barrier in rows_used:  # one thread arrives for all: they have to be past their loads
                 plgpu.barrier_arrive(barrier)
 
-            def q_and_k(t: int) -> tuple[Any, ...]:
-                query, key = (load(qk_sm.at[t, pl.ds(first, k_dim)], of_k) for first in (0, k_dim))
-                return query, key, factors(query, key, f32(k_dim**-0.5), True)
-
-            only = None if verify else q_and_k(0)
             for number, (head, column) in enumerate(tiles):
                 plgpu.barrier_wait(arrived.at[number])
-                for first in range(0, vb, strip):
-                    some, here = pl.ds(first, strip), pl.ds(head * v_dim + column + first, strip)
-                    m = plgpu.load(tiles_sm.at[number, :, some], layout=layout).astype(f32)
-                    m = m if has is None else keep(has, m, layout)
-                    for t in range(longest):
-                        query, key, of = only or q_and_k(t)
-                        value, (decay, write) = load(v_sm.at[t, here], of_v), decay_and_write[head][t]
-                        m, o = rule_step(m, query, key, value, decay, write, of, layout)
-                        o_sm[t, here] = o.astype(dtype)
-                        buffer = tiles_sm.at[number if t % 2 == 0 else len(tiles)]
+                m = plgpu.load(tiles_sm.at[number], layout=layout).astype(f32)
+                m = m if has is None else keep(has, m, layout)
+                here = pl.ds(head * v_dim + column, vb)
+                for t in range(longest):
+                    query, key = (load(qk_sm.at[t, pl.ds(first, k_dim)], of_k) for first in (0, k_dim))
+                    value, (decay, write) = load(v_sm.at[t, here], of_v), decay_and_write[head][t]
+                    m, o = rule_step(m, query, key, value, decay, write, f32(k_dim**-0.5), True, layout)
+                    o_sm[t, here] = o.astype(dtype)
+                    buffer = tiles_sm.at[number if t % 2 == 0 else len(tiles)]
 
-                        @pl.when(length > t)  # no token beyond the sequence is followed by a real one
-                        def _() -> None:
-                            if t > 0:
-                                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                            buffer[:, some] = m.astype(ssm.dtype)
-                            if first + strip == vb:
-                                plgpu.commit_smem()
-                                plgpu.copy_smem_to_gmem(buffer, state_at(t, head, column))
+                    @pl.when(length > t)  # no token beyond the sequence is followed by a real one
+                    def _() -> None:
+                        if t > 0:
+                            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        buffer[...] = m.astype(ssm.dtype)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(buffer, state_at(t, head, column))
 
             if norm_weight is not None and longest > 1:
                 output_gates = [[output_gate(hv, token) for hv in hvs] for token in tokens]
@@ -255,7 +245,7 @@ def decode(
         (conv, ssm),
         jax.ShapeDtypeStruct((num_tokens, hv_count, v_dim), dtype),
         (
-            plgpu.SMEM((buffers, k_dim, vb), ssm.dtype, transforms=swizzled(strip, ssm.dtype)),
+            plgpu.SMEM((buffers, k_dim, vb), ssm.dtype, transforms=swizzled(ssm.dtype)),
             plgpu.SMEM((longest, 2 * k_dim), dtype),
             *(plgpu.SMEM((longest, heads * v_dim), dtype) for _ in range(2)),
             plgpu.SMEM((columns, 2 * k_dim), conv.dtype),

@@ -21,18 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import (
-    by_tma,
-    f32,
-    factors,
-    i32,
-    launch,
-    layout_of_tile,
-    load,
-    rule_step,
-    swizzled,
-    tokens_of,
-)
+from gdn_jax.mosaic.common import by_tma, f32, i32, launch, layout_of_tile, load, rule_step, swizzled, tokens_of
 from gdn_jax.varlen import inside
 
 BUFFERS = 2
@@ -105,8 +94,7 @@ def mtp(
                 # A token beyond the sequence is computed like the others (the state after it is nobody's), and stored nowhere.
                 real = length > t
                 query, key, value = load(q_sm.at[t], of_k), load(k_sm.at[t], of_k), load(v_sm.at[t, pl.ds(0, vb)], of_v)
-                of = factors(query, key, factor, use_qk_l2norm)
-                m, o = rule_step(m, query, key, value, decays[t], writes[t], of, layout)
+                m, o = rule_step(m, query, key, value, decays[t], writes[t], factor, use_qk_l2norm, layout)
                 store, buffer = real & inside(targets[t], num_slots), tile_sm.at[t % BUFFERS]
 
                 @pl.when(store)
@@ -142,7 +130,7 @@ def mtp(
         (pool,),
         jax.ShapeDtypeStruct(v.shape, v.dtype),
         (
-            plgpu.SMEM((BUFFERS, k_dim, vb), pool.dtype, transforms=swizzled(vb, pool.dtype) if by_tma(vb) else ()),
+            plgpu.SMEM((BUFFERS, k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype) if by_tma(vb) else ()),
             # A row of v begins at a multiple of 128 bytes, where a TMA copy may end.
             *(plgpu.SMEM((longest, size), v.dtype) for size in (k_dim, k_dim, max(vb, 64))),
             plgpu.Barrier(),

@@ -20,20 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import (
-    STRIP,
-    by_tma,
-    direct_layout,
-    f32,
-    factors,
-    i32,
-    keep,
-    launch,
-    load,
-    rule_step,
-    swizzled,
-    swizzled_layout,
-)
+from gdn_jax.mosaic.common import by_tma, f32, i32, keep, launch, layout_of_tile, load, rule_step, swizzled
 from gdn_jax.varlen import inside
 
 
@@ -66,10 +53,9 @@ def recurrent(
     (n, num_k_heads, k_dim), (_, num_v_heads, v_dim) = q.shape, v.shape
     num_layers, num_slots = pool.shape[:2]
     vb = columns_of_tile(n, num_v_heads, k_dim, v_dim, pool.dtype.itemsize)
-    staged, strip = by_tma(vb), min(vb, STRIP[pool.dtype.itemsize])
-    layout, strips = (swizzled_layout if staged else direct_layout)(strip, pool.dtype), range(0, vb, strip)
+    staged, layout = by_tma(vb), layout_of_tile(vb, pool.dtype)
     of_k, of_v = layout.reduce(1), layout.reduce(0)
-    fresh = () if has_initial_state is None else (has_initial_state,)
+    fresh = () if has_initial_state is None else (has_initial_state.astype(i32),)
 
     def body(*refs: Any) -> None:
         q_ref, k_ref, v_ref, g_ref, beta_ref, slot_ref, layer_ref, scale_ref = refs[:8]
@@ -79,46 +65,41 @@ def recurrent(
         tile_sm, arrived = shared
         i, hv, part = (lax.axis_index(name) for name in ("n", "hv", "part"))
         h, cols = lax.div(hv, i32(num_v_heads // num_k_heads)), pl.ds(part * vb, vb)
-        slot, of_layer = slot_ref[i], layer_ref[0]
-        valid = inside(slot, num_slots) & inside(of_layer, num_layers)
+        slot, at = slot_ref[i], layer_ref[0]
+        valid = inside(slot, num_slots) & inside(at, num_layers)
 
         @pl.when(valid)
         def _() -> None:
-            row = of_layer * num_slots + slot
-            tile = pool_ref.at[row, hv, :, cols]
+            tile = pool_ref.at[at * num_slots + slot, hv, :, cols]
             m: Any = None
             if staged:
                 plgpu.copy_gmem_to_smem(tile, tile_sm, arrived)
             else:
                 m = load(tile, layout)
             key, query = load(k_ref.at[i, h], of_k), load(q_ref.at[i, h], of_k)
-            values = [load(v_ref.at[i, hv, pl.ds(part * vb + at, strip)], of_v) for at in strips]
-            decay, write = jnp.exp(g_ref[i, hv]), beta_ref[i, hv]
-            of = factors(query, key, scale_ref[0], use_qk_l2norm)
+            value = load(v_ref.at[i, hv, cols], of_v)
+            decay, write, factor = jnp.exp(g_ref[i, hv]), beta_ref[i, hv], scale_ref[0]
             if staged:
                 plgpu.barrier_wait(arrived)
-            for at, value in zip(strips, values):
-                here = pl.ds(part * vb + at, strip)
-                if staged:
-                    m = plgpu.load(tile_sm.at[:, pl.ds(at, strip)], layout=layout).astype(f32)
-                if has_ref is not None:
-                    m = keep(has_ref[i], m, layout)
-                m, o = rule_step(m, query, key, value, decay, write, of, layout)
-                if staged:
-                    tile_sm[:, pl.ds(at, strip)] = m.astype(pool.dtype)
-                else:
-                    pool_ref[row, hv, :, here] = m.astype(pool.dtype)
-                o_ref[i, hv, here] = o.astype(v.dtype)
+                m = plgpu.load(tile_sm, layout=layout).astype(f32)
+            if has_ref is not None:
+                m = keep(has_ref[i] != 0, m, layout)
+            m, o = rule_step(m, query, key, value, decay, write, factor, use_qk_l2norm, layout)
             if staged:
+                tile_sm[...] = m.astype(pool.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tile_sm, tile)
+            else:
+                pool_ref[at * num_slots + slot, hv, :, cols] = m.astype(pool.dtype)
+            o_ref[i, hv, cols] = o.astype(v.dtype)
+            if staged:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(jnp.logical_not(valid))
         def _() -> None:
             o_ref[i, hv, cols] = plgpu.layout_cast(jnp.zeros((vb,), v.dtype), of_v)
 
-    tile = plgpu.SMEM((k_dim, vb), pool.dtype, transforms=swizzled(strip, pool.dtype))
+    tile = plgpu.SMEM((k_dim, vb), pool.dtype, transforms=swizzled(pool.dtype))
     o, pool = launch(
         body,
         "gdn_recurrent",
