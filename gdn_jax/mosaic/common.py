@@ -6,7 +6,7 @@ comes from shared memory) in several rows, so that a sum over K is a sum in the 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -17,7 +17,6 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
-STRIP = {2: 256, 4: 256}  # columns of a tile in registers at a time, by the bytes of an element, where none have to stay
 
 
 def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
@@ -115,34 +114,17 @@ def layout_of_tile(vb: int, dtype: DTypeLike) -> Any:
     return (swizzled_layout if by_tma(vb) else direct_layout)(vb, dtype)
 
 
-def swizzled(vb: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """The transforms of a tile in shared memory that is read `vb` columns at a time."""
+def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
+    """The transforms of a tile in shared memory."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
-    size = jnp.dtype(dtype).itemsize
-    width = min(vb * size, 128)
-    return tiling((8, width // size)), swizzle(width)
-
-
-class Factors(NamedTuple):
-    """What the step takes of q and k alone: the factors of their norms, q's with the scale, and k . q."""
-
-    of_k: Array
-    of_q: Array
-    k_dot_q: Array
-
-
-def factors(q: Array, k: Array, scale: Array, norm: bool) -> Factors:
-    """Of raw `q`, `k` `[K]`, float32."""
-    of_k = lax.rsqrt(jnp.sum(k * k) + 1e-6) if norm else f32(1)
-    of_q = scale * lax.rsqrt(jnp.sum(q * q) + 1e-6) if norm else scale
-    return Factors(of_k, of_q, jnp.sum(k * q))
+    return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
 
 
 def rule_step(
-    m: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, of: Factors, layout: Any
+    m: Array, q: Array, k: Array, v: Array, decay: Array, beta: Array, scale: Array, norm: bool, layout: Any
 ) -> tuple[Array, Array]:
-    """One token on some columns of a tile: `m` `[K, vb]`, raw `q`, `k` `[K]`, `v` `[vb]`, the rest scalars, all float32.
+    """One token on a tile: `m` `[K, vb]`, raw `q`, `k` `[K]`, `v` `[vb]`, the rest scalars, all float32.
 
     Both sums over K read the tile before its decay, in one pass, and the norms of q and k are factors of the sums:
     with a = M^T k and b = M^T q,   u = beta (v - e^g a / |k|) / |k|,   M' = e^g M + k u^T,   o = (e^g b + (k . q) u) / |q|.
@@ -158,8 +140,10 @@ def rule_step(
         return plgpu.layout_cast(jnp.sum(x, axis=0), layout.reduce(0))
 
     ks, a, b = rows(k), over_rows(m * rows(k)), over_rows(m * rows(q))
-    u = (v - a * (decay * of.of_k)) * (beta * of.of_k)
-    return m * decay + ks * columns(u), (b * decay + u * of.k_dot_q) * of.of_q
+    k_factor = lax.rsqrt(jnp.sum(k * k) + 1e-6) if norm else f32(1)
+    q_factor = scale * lax.rsqrt(jnp.sum(q * q) + 1e-6) if norm else scale
+    u = (v - a * (decay * k_factor)) * (beta * k_factor)
+    return m * decay + ks * columns(u), (b * decay + u * jnp.sum(k * q)) * q_factor
 
 
 def sigmoid(x: Array) -> Array:

@@ -33,6 +33,34 @@ def channels_of_block(n: int, channels: int, entries: int) -> int:
     return next((size for size in wide if channels % size == 0 and n * channels >= MANY * size), 128)
 
 
+def load_channels(
+    ref: dict[str, Any], pool_ref: Any, row: Any, here: Any, offset: Any, tokens: Any, has: Any, width: int, lanes: Any
+) -> tuple[Array | None, list[Array], list[Array]]:
+    """`(bias, taps, window)` of the channels `here`, of the refs bias, weight and x; the window is the history, from column
+    `offset` of the pool's row on and zeros where not `has`, then the new inputs.
+    """
+    bias = load(ref["bias"].at[here], lanes) if "bias" in ref else None
+    taps = [load(ref["weight"].at[here, j], lanes) for j in range(width)]
+    history = [load(pool_ref.at[row, here, offset + j], lanes) for j in range(width - 1)]
+    history = [old if has is None else keep(has, old, lanes) for old in history]
+    return bias, taps, history + [load(ref["x"].at[token, here], lanes) for token in tokens]
+
+
+def convolve(bias: Array | None, taps: list[Array], window: list[Array], t: int, activation: str | None) -> Array:
+    """The output of the new token `t`."""
+    y = taps[0] * window[t]
+    for j in range(1, len(taps)):
+        y += taps[j] * window[t + j]
+    y = y if bias is None else y + bias
+    return y if activation is None else y * sigmoid(y)
+
+
+def new_column(window: list[Array], j: int, width: int, length: Array, lanes: Any) -> Array:
+    """Column j of the row afterwards: of the window of the first new token and on, zeros behind the last of `length`."""
+    value, t = window[j + 1], j - (width - 2)  # of which token
+    return value if t < 1 else keep(length > t, value, lanes)
+
+
 def conv(
     x: Array,
     weight: Array,
@@ -86,22 +114,11 @@ def conv(
         @pl.when(valid & (length > 0))
         def _() -> None:
             tokens = [jnp.minimum(start + t, num_tokens - 1) for t in range(longest)]
-            add = load(ref["bias"].at[here], lanes) if "bias" in ref else None
-            taps = [load(ref["weight"].at[here, j], lanes) for j in range(width)]
-            history = [load(pool_ref.at[row, here, offset + j], lanes) for j in range(width - 1)]
-            history = [old if has is None else keep(has, old, lanes) for old in history]
-            window = history + [load(ref["x"].at[token, here], lanes) for token in tokens]
-
-            # The row afterwards: the window of the first new token and on, in a verify step zeros behind the last one.
+            bias, taps, window = load_channels(ref, pool_ref, row, here, offset, tokens, has, width, lanes)
             for j in range(columns if verify else width - 1):
-                new, t = window[j + 1], j - (width - 2)  # of which token
-                pool_ref[row, here, j] = (new if t < 1 else keep(length > t, new, lanes)).astype(pool.dtype)
+                pool_ref[row, here, j] = new_column(window, j, width, length, lanes).astype(pool.dtype)
             for t in range(longest):
-                y = taps[0] * window[t]
-                for j in range(1, width):
-                    y += taps[j] * window[t + j]
-                y = y if add is None else y + add
-                y = y if activation is None else y * sigmoid(y)
+                y = convolve(bias, taps, window, t, activation)
 
                 @pl.when(length > t)
                 def _() -> None:

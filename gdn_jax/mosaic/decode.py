@@ -40,6 +40,8 @@ from gdn_jax.mosaic.common import (
     swizzled_layout,
     tokens_of,
 )
+from gdn_jax.mosaic.conv import convolve, load_channels, new_column
+from gdn_jax.mosaic.norm import gated
 from gdn_jax.types import GDNConfig, GDNWeights
 from gdn_jax.varlen import inside
 
@@ -91,7 +93,7 @@ def decode(
     inputs = dict(
         x=mixed, weight=weights.conv_weight, bias=weights.conv_bias, A_log=weights.A_log, dt_bias=weights.dt_bias,
         norm_weight=norm_weight, norm_eps=norm_eps[None], slots=slots, layer=layer[None], accepted=num_accepted_tokens,
-        loc=query_start_loc, has=None if has_initial_state is None else has_initial_state.astype(jnp.int32),
+        loc=query_start_loc, has=has_initial_state,
     )  # fmt: skip
     given = {name: x for name, x in inputs.items() if x is not None}
 
@@ -118,17 +120,13 @@ def decode(
             for number, (head, column) in enumerate(tiles):
                 plgpu.copy_gmem_to_smem(state_at(offset, head, column), tiles_sm.at[number], arrived.at[number])
             tokens = [jnp.minimum(start + t, num_tokens - 1) for t in range(longest)]
-            has = ref["has"][i] != 0 if "has" in ref else None
+            has = ref["has"][i] if "has" in ref else None
 
             # Everything is loaded before anything is stored: no load passes a store.
             def channels(first: Any, size: int) -> tuple[Any, ...]:
-                """`(first, size, bias, taps, window)` of some channels; the window is the history, then the new inputs."""
+                """`(first, size, bias, taps, window)` of some channels."""
                 lanes, here = channels_layout(size), pl.ds(first, size)
-                bias = load(ref["bias"].at[here], lanes) if "bias" in ref else None
-                taps = [load(ref["weight"].at[here, j], lanes) for j in range(width)]
-                history = [load(conv_ref.at[row, here, offset + j], lanes) for j in range(width - 1)]
-                history = [x if has is None else keep(has, x, lanes) for x in history]
-                return first, size, bias, taps, history + [load(ref["x"].at[token, here], lanes) for token in tokens]
+                return first, size, *load_channels(ref, conv_ref, row, here, offset, tokens, has, width, lanes)
 
             def gates(hv: Array, token: Array) -> tuple[Array, Array]:
                 b, a = (ref["x"][token, config.qkvz_dim + part + hv].astype(f32) for part in (0, hv_count))
@@ -147,32 +145,25 @@ def decode(
                 [[output_gate(hv, tokens[0]) for hv in hvs]] if norm_weight is not None and longest == 1 else []
             )
 
-            def convolve(out: Any, place: int, piece: tuple[Any, ...]) -> None:
+            def outputs(out: Any, place: int, piece: tuple[Any, ...]) -> None:
                 _, size, bias, taps, window = piece
                 for t in range(longest):
-                    y = taps[0] * window[t]
-                    for j in range(1, width):
-                        y += taps[j] * window[t + j]
-                    y = y if bias is None else y + bias
-                    y = y if config.activation is None else y * sigmoid(y)
-                    out[t, pl.ds(place, size)] = y.astype(dtype)
+                    out[t, pl.ds(place, size)] = convolve(bias, taps, window, t, config.activation).astype(dtype)
 
-            def new_column(j: int, piece: tuple[Any, ...]) -> Array:
-                """Column j of the new conv row: of the window of the first new token and on, zeros behind the last."""
-                value, t = piece[4][j + 1], j - (width - 2)  # of which token
-                value = value if t < 1 else keep(length > t, value, channels_layout(piece[1]))
-                return value.astype(conv.dtype)
+            def new_state(j: int, piece: tuple[Any, ...]) -> Array:
+                """Column j of the new conv row."""
+                return new_column(piece[4], j, width, length, channels_layout(piece[1])).astype(conv.dtype)
 
             for which, piece in enumerate(qk_pieces):
-                convolve(qk_sm, which * k_dim, piece)
+                outputs(qk_sm, which * k_dim, piece)
             for head, piece in enumerate(v_pieces):
-                convolve(v_sm, head * v_dim, piece)
+                outputs(v_sm, head * v_dim, piece)
             for which, piece in enumerate(qk_pieces if rows_used else []):  # which other CTAs may still read
                 for j in range(columns):
-                    rows_sm[j, pl.ds(which * k_dim, k_dim)] = new_column(j, piece)
+                    rows_sm[j, pl.ds(which * k_dim, k_dim)] = new_state(j, piece)
             for piece in v_pieces if rows_used else qk_pieces + v_pieces:
                 for j in range(columns):
-                    conv_ref[row, pl.ds(*piece[:2]), j] = new_column(j, piece)
+                    conv_ref[row, pl.ds(*piece[:2]), j] = new_state(j, piece)
             plgpu.barrier_arrive(convolved)
             plgpu.barrier_wait(convolved)
             for barrier in rows_used:  # one thread arrives for all: they have to be past their loads
@@ -211,8 +202,7 @@ def decode(
                         if norm_weight is not None:
                             z, w = output_gates[t][head]
                             o *= lax.rsqrt(jnp.sum(o * o) * (1 / v_dim) + ref["norm_eps"][0])
-                            o = o.astype(dtype).astype(f32) * w
-                            o = o.astype(jnp.promote_types(dtype, norm_weight.dtype)).astype(f32) * (z * sigmoid(z))
+                            o = gated(o, w, z, dtype, norm_weight.dtype)
                         o_ref[tokens[t], hv] = o.astype(dtype)
 
             for barrier in rows_used:

@@ -33,6 +33,13 @@ def rows_of_block(num_rows: int, v_dim: int, vec: int) -> int:
     return 1 << most.bit_length() - 1
 
 
+def gated(x: Array, w: Array, z: Array, dtype: Any, weight_dtype: Any) -> Array:
+    """A row that has been normalised, times its weight, times silu(z), with the roundings between."""
+    x = x.astype(dtype).astype(f32) * w
+    x = x.astype(jnp.promote_types(dtype, weight_dtype)).astype(f32) * (z * sigmoid(z))
+    return x.astype(dtype)
+
+
 def norm(o: Array, z: Array, weight: Array, eps: Array) -> Array:
     """`o`, `z` `[..., V]`, not empty, `weight` `[V]`, `eps` float32 scalar; returns `[..., V]` in `o.dtype`."""
     v_dim, dtype = weight.shape[0], o.dtype
@@ -51,9 +58,7 @@ def norm(o: Array, z: Array, weight: Array, eps: Array) -> Array:
             x, gate = load(o_ref.at[here], layout), load(z_ref.at[here], layout)
             w, eps = over(load(weight_ref, layout.reduce(0)), 1), eps_ref[0]
             x *= over(lax.rsqrt(jnp.sum(x * x, axis=1) * (1 / v_dim) + eps), 0)
-            x = x.astype(dtype).astype(f32) * w
-            x = x.astype(jnp.promote_types(dtype, weight.dtype)).astype(f32) * (gate * sigmoid(gate))
-            y_ref[here] = x.astype(dtype)
+            y_ref[here] = gated(x, w, gate, dtype, weight.dtype)
 
         by_blocks(num_rows, rows, block)
 

@@ -55,7 +55,7 @@ def recurrent(
     vb = columns_of_tile(n, num_v_heads, k_dim, v_dim, pool.dtype.itemsize)
     staged, layout = by_tma(vb), layout_of_tile(vb, pool.dtype)
     of_k, of_v = layout.reduce(1), layout.reduce(0)
-    fresh = () if has_initial_state is None else (has_initial_state.astype(i32),)
+    fresh = () if has_initial_state is None else (has_initial_state,)
 
     def body(*refs: Any) -> None:
         q_ref, k_ref, v_ref, g_ref, beta_ref, slot_ref, layer_ref, scale_ref = refs[:8]
@@ -83,7 +83,7 @@ def recurrent(
                 plgpu.barrier_wait(arrived)
                 m = plgpu.load(tile_sm, layout=layout).astype(f32)
             if has_ref is not None:
-                m = keep(has_ref[i] != 0, m, layout)
+                m = keep(has_ref[i], m, layout)
             m, o = rule_step(m, query, key, value, decay, write, factor, use_qk_l2norm, layout)
             if staged:
                 tile_sm[...] = m.astype(pool.dtype)
