@@ -30,6 +30,7 @@ resolve = jax.jit(
 sequences = jax.jit(varlen.sequences, static_argnums=1)
 token_table = jax.jit(varlen.token_table, static_argnums=1)
 chunk_table = jax.jit(varlen.chunk_table, static_argnums=(2, 3))
+tile_table = jax.jit(varlen.tile_table, static_argnums=(2, 3))
 
 
 def resolved(batch: Ragged, layer: int = 0) -> varlen.Batch:
@@ -79,6 +80,18 @@ if st is not None:
                 assert tuple(x[entry].item() for x in chunks) == rows[entry]
             else:
                 assert (chunks.tokens[entry], chunks.first[entry], chunks.last[entry]) == (0, False, False)
+
+        sequence, start, tokens = tile_table(got.starts, got.lengths, T, CHUNK)
+        placed = {}
+        for n, first, count, *_ in rows:
+            of_sequence = varlen.tile_base(int(batch.starts[n]), n, CHUNK) + (first - int(batch.starts[n])) // CHUNK
+            placed[of_sequence] = (n, first, count)
+        assert len(placed) == len(rows)
+        for entry in range(len(tokens)):
+            if entry in placed:
+                assert (sequence[entry], start[entry], tokens[entry]) == placed[entry]
+            else:
+                assert (start[entry], tokens[entry]) == (0, 0)
 
     @settings(max_examples=60)
     @given(
