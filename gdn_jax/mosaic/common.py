@@ -13,10 +13,14 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax._src import config as jax_config
+from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
+WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED  # of what the tensor cores take and leave in registers
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # a vector along the rows of such a matrix, or along its columns
 
 
 def _tiled(tiling: Any, warps: Any, lanes: Any) -> Any:
@@ -51,11 +55,11 @@ def swizzled_layout(vb: int, dtype: DTypeLike) -> Any:
     return _tiled(((rows, vb), (rows, cols), (1, vec)), (-5,), (-4, -3))
 
 
-def channels_layout(size: int) -> Any:
-    """A vector of channels, one or more a thread; of fewer than 128, several warps hold the same."""
-    warps = min(size, 128) // 32
+def channels_layout(size: int, vec: int = 1) -> Any:
+    """A vector of channels, one or more vectors of `vec` a thread; of fewer than 128, several warps hold the same."""
+    warps = min(size // vec, 128) // 32
     over = (-3,) if warps == 4 else (-3, fa.Replicated(4 // warps))
-    return _tiled(((32 * warps,), (32,), (1,)), over, (-2,))
+    return _tiled(((32 * warps * vec,), (32 * vec,), (vec,)), over, (-2,))
 
 
 def row_layout() -> Any:
@@ -162,12 +166,118 @@ def softplus(x: Array) -> Array:
     return jnp.maximum(x, 0) + (e - s * (e - s * s * series))
 
 
-def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
-    """e^g of `gdn_gating`, for scalars: right for any finite input (e^g is 0 long before g overflows)."""
+def log_decay(A_log: Array, a: Array, dt_bias: Array) -> Array:
+    """g of `gdn_gating` within its tolerance; never NaN for finite inputs."""
     x = a + dt_bias
     small = x < -17  # there the softplus is e^x
     half = jnp.exp(0.5 * jnp.where(small, A_log + x, A_log))  # e^A_log alone may overflow or underflow
-    return jnp.exp(-jnp.where(small, 1, softplus(x)) * half * half)
+    return -jnp.where(small, 1, softplus(x)) * half * half
+
+
+def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
+    """e^g of `gdn_gating`, for scalars: right for any finite input (e^g is 0 long before g overflows)."""
+    return jnp.exp(log_decay(A_log, a, dt_bias))
+
+
+def interpreted() -> bool:
+    """Whether a kernel that is traced now runs in Pallas' interpreter, which has no accumulators and no second view of a buffer."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+class Accumulator:
+    """A sum of matrix products in registers, float32. Products run in the order of all `add`s, and nobody waits before `read`."""
+
+    def __init__(self, ref: Any, shape: tuple[int, int]) -> None:
+        self.ref, self.value = ref, None if ref is not None else jnp.zeros(shape, f32)
+
+    def set(self, x: Array) -> None:
+        """The sum starts from `x`."""
+        if self.ref is None:
+            self.value = x
+        else:
+            self.ref[...] = x
+
+    def add(self, a: Any, b: Any) -> None:
+        """`a @ b`: `a` in registers (layout WGMMA) or shared memory, `b` in shared memory; both of one 16-bit dtype."""
+        if self.ref is None:
+            left, right = (x if isinstance(x, Array) else x[...] for x in (a, b))
+            self.value += jnp.dot(left, right, preferred_element_type=f32)
+        else:
+            plgpu.wgmma(self.ref, a, b)
+
+    def read(self, pending: int = 0) -> Array:
+        """The sum, as soon as all but the last `pending` products of this thread, on whatever sum, are done."""
+        return self.value if self.ref is None else wgmma_accumulator_load(self.ref, wait_n=pending)
+
+
+def accumulate(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """`f(*sums)`, an `Accumulator` of zeros for each shape."""
+    if interpreted():
+        return f(*(Accumulator(None, shape) for shape in shapes))
+
+    def scope(*refs: Any) -> Any:
+        return f(*(Accumulator(ref, shape) for ref, shape in zip(refs, shapes)))
+
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, f32) for shape in shapes))
+
+
+def product(a: Any, b: Any, start: Array | None = None) -> Array:
+    """`start + a @ b`, as `Accumulator.add`."""
+
+    def f(total: Accumulator) -> Array:
+        if start is not None:
+            total.set(start)
+        total.add(a, b)
+        return total.read()
+
+    return accumulate(f, (a.shape[0], b.shape[1]))
+
+
+def tile_transforms(dtype: DTypeLike) -> tuple[Any, ...]:
+    """Of a matrix in shared memory that the tensor cores read, in rows of 128 bytes."""
+    tiling: Any = plgpu.TilingTransform
+    swizzle: Any = plgpu.SwizzleTransform
+    return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
+
+
+def two_views(shape: tuple[int, ...], dtype: DTypeLike, plain: bool = False) -> Any:
+    """Shared memory for 64 x 64 matrices of 16 bits that TMA moves to or from any row of an array; `views` tells them apart.
+
+    A copy between the tiled form, which products need, and global memory has to begin at a multiple of 8 rows. The bytes of
+    64 swizzled rows of 128 bytes are the same without the tiling: TMA gets this view.
+    """
+    tiled, swizzled = (plgpu.SMEM(shape, dtype, transforms=x) for x in (tile_transforms(dtype), tile_transforms(dtype)[1:]))
+    if interpreted():
+        return plgpu.SMEM(shape, dtype)
+    return plgpu.RefUnion([tiled], [swizzled], *([[plgpu.SMEM(shape, dtype)]] if plain else []))
+
+
+def views(scratch: Any) -> tuple[Any, Any, Any]:
+    """What `two_views` made: for products, for TMA, and without any order of the bytes (with `plain`, for copies of a few rows)."""
+    if interpreted():
+        return scratch, scratch, scratch
+    refs = [ref for (ref,) in scratch]
+    return refs[0], refs[1], refs[-1]
+
+
+def store_rows(tile: Any, out: Callable[[Any], Any], first: Any, count: Any, most: int = 64) -> None:
+    """Copies the first `count` rows of `tile` `[most, …]` to global memory; `out(pl.ds(…))` is the place of some rows there."""
+
+    @pl.when(count >= most)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(tile, out(pl.ds(first, most)))
+
+    @pl.when(count < most)
+    def _() -> None:
+        done, size = count & 0, most // 2  # a traced zero: a constant cannot be where a slice begins
+        while size:
+            some = count & size
+
+            @pl.when(some != 0)
+            def _(done: Any = done, size: int = size) -> None:
+                plgpu.copy_smem_to_gmem(tile.at[pl.ds(done, size)], out(pl.ds(first + done, size)))
+
+            done, size = done + some, size // 2
 
 
 def keep(flag: Array, x: Array, layout: Any) -> Array:
@@ -196,15 +306,18 @@ def launch(
     scratch: Sequence[Any] = (),
     cluster: dict[str, int] | None = None,
     approx_math: bool = True,
+    warpgroups: int | None = None,
+    lane: bool = False,
 ) -> tuple[Array, ...]:
     """Runs `body(*inputs, *pools, *outs, *scratch)` on a grid; a pool that is donated is updated in its own memory.
 
     The body sees a pool `[L, num_slots, …]` as `[L * num_slots, …]`, so that a slot is one coordinate of a copy. No barriers
-    between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them.
+    between the lanes of a CTA are added: a kernel whose lanes exchange data through shared memory places them. A CTA has one
+    warpgroup, or `warpgroups`, the axis "wg". `lane`: layouts are as the body says, none is inferred.
     """
 
     def kernel(*refs: Any) -> None:
-        pl.run_scoped(partial(body, *refs), *scratch)
+        pl.run_scoped(partial(body, *refs), *scratch, collective_axes=() if warpgroups is None else "wg")
 
     cluster = cluster or {}
     call: Any = pl.kernel(
@@ -215,9 +328,14 @@ def launch(
             grid_names=tuple(grid),
             cluster=tuple(cluster.values()),
             cluster_names=tuple(cluster),
+            num_threads=warpgroups,
+            thread_name=None if warpgroups is None else "wg",
         ),
         compiler_params=plgpu.CompilerParams(
-            approx_math=approx_math, unsafe_no_auto_barriers=True, reduction_scratch_bytes=4096
+            approx_math=approx_math,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=4096,
+            lowering_semantics=getattr(plgpu.LoweringSemantics, "Lane" if lane else "Warpgroup"),
         ),
         name=name,
     )

@@ -123,7 +123,7 @@ def check(call: dict[str, Any], o: np.ndarray, state: GDNState, tol: float = 0) 
     same(state.ssm[0], before.ssm[0])
     close_rows(state.conv[LAYER], want.state.conv, before.conv[LAYER], used, 0)
     rows = [slot * longest + t for slot, _, length in sequences for t in range(length)]
-    tol = max(POOL_TOL[before.ssm.dtype.type], 1e-5 if dtype == F32 else 3.5e-3 if dtype == BF16 else 1e-3)
+    tol = max(POOL_TOL[before.ssm.dtype.type], 1e-5 if dtype == F32 else 4e-3 if dtype == BF16 else 1e-3)
     close_rows(state.ssm[LAYER], want.state.ssm, before.ssm[LAYER], rows, tol)
 
 
