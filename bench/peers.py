@@ -1,16 +1,21 @@
-"""The peers: Hugging Face's torch code and a plain copy on a CPU; on a GPU flash-linear-attention and FlashInfer."""
+"""The peers: Hugging Face's torch code and a plain copy on a CPU; on a GPU flash-linear-attention, FlashQLA, others."""
 
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 type Peer = Callable[[torch.Tensor], torch.Tensor]  # outputs of a step from given states
+type Rule = Callable[[], tuple[Any, Any]]  # o [T, HV, V] and the final states [N, HV, K, V] of a prefill
 
 
 def huggingface_rule(
@@ -74,11 +79,114 @@ def flashinfer(step: Any) -> Peer | None:
     return lambda state: decode(q, k, v, state.mT.contiguous(), A_log, a, dt_bias, b)[0].squeeze(1)
 
 
-def of_decode() -> dict[str, Callable[[Any], Peer | None]]:
-    """The peers of a decode step that this machine has, by name and version."""
-    known = {"flash-linear-attention": ("fla", fla), "flashinfer-python": ("flashinfer", flashinfer)}
+def _rules(rule: Callable[..., Any], batch: Any, *, normalised: bool, rows: bool = False, **options: Any) -> list[Rule]:
+    """Calls of a rule with flash-linear-attention's arguments, one for each set of inputs of a `bench.prefill.Batch`.
+
+    With `normalised` q and k are normalised before, and rounded again; with `rows` each sequence is a row of its own.
+    """
+    if rows and (len(batch.lengths) == 1 or len(set(batch.lengths)) > 1):
+        raise ValueError("no sequences of equal length to put in rows")
+    lead = len(batch.lengths) if rows else 1
+    starts = None if rows else _shared(batch.starts)[0].long()  # one tensor for all calls: the peers cache by identity
+
+    def call(q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any) -> tuple[Any, Any]:
+        given: dict[str, Any] = dict(g=g, beta=beta, initial_state=states, output_final_state=True, cu_seqlens=starts)
+        o, final = rule(q, k, v, **given, **options)
+        return o.flatten(0, 1), final
+
+    calls = []
+    for tokens, states in batch.given:
+        q, k, v, g, beta = (x.reshape(lead, -1, *x.shape[1:]) for x in _shared(*tokens))
+        if normalised:
+            q, k = _normalised(q), _normalised(k)
+        calls.append(partial(call, q, k, v, g, beta, *_shared(states)))
+    return calls
+
+
+def _normalised(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def fla_prefill(batch: Any, *, flash_qla: bool) -> list[Rule]:
+    """flash-linear-attention's chunked rule: its Triton kernels, or FlashQLA's, to which it hands over by itself."""
+    if flash_qla:
+        importlib.import_module("flash_qla")
+    own = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+
+    def rule(*tokens: Any, **options: Any) -> Any:
+        for switch in ("FLA_FLASH_QLA", "FLA_TILELANG"):  # looked at in each call
+            os.environ[switch] = str(int(flash_qla))
+        return own(*tokens, use_qk_l2norm_in_kernel=True, **options)
+
+    return _rules(rule, batch, normalised=False)
+
+
+def flash_qla(batch: Any, *, rows: bool) -> list[Rule]:
+    """FlashQLA's chunked rule, without a norm."""
+    return _rules(importlib.import_module("flash_qla").chunk_gated_delta_rule, batch, normalised=True, rows=rows)
+
+
+def jla(batch: Any) -> list[Rule]:
+    """jax-linear-attention's chunked rule: sequences of equal length, since those of a packed row share one state."""
+    if len(set(batch.lengths)) > 1:
+        raise ValueError("packed sequences have no states of their own")
+    rule = importlib.import_module("jla.ops").linear_attention
+
+    @jax.jit
+    def call(tokens: Any, states: Any) -> Any:
+        q, k, v, g, beta = (x.reshape(len(batch.lengths), -1, *x.shape[1:]) for x in tokens)
+        options: dict[str, Any] = dict(output_final_state=True, use_qk_l2norm=True, impl="mosaic_gpu")
+        o, final = rule("gated_deltanet", q, k, v, g=g, beta=beta, initial_state=states, **options)
+        return o.reshape(tokens[2].shape), final
+
+    return [partial(call, tokens, states) for tokens, states in batch.given]
+
+
+def flashinfer_prefill(batch: Any) -> list[Rule]:
+    """FlashInfer's prefill kernel: no norm, decays instead of their logarithms, states transposed."""
+    given = [((q, k, v, jax.numpy.exp(g), beta), states.mT) for (q, k, v, g, beta), states in batch.given]
+    own = importlib.import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
+
+    def rule(*tokens: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any) -> Any:
+        arguments = (*(x.squeeze(0) for x in (*tokens, g, beta)), None, initial_state)
+        o, final = own(*arguments, cu_seqlens=cu_seqlens, output_state=torch.empty_like(initial_state), **options)
+        return o.unsqueeze(0), final.mT
+
+    batch = types.SimpleNamespace(lengths=batch.lengths, starts=batch.starts, given=given)
+    return _rules(rule, batch, normalised=True)
+
+
+DISTRIBUTIONS = {
+    "fla": "flash-linear-attention",
+    "flash_qla": "flash-qla",
+    "flashinfer": "flashinfer-python",
+    "jla": "jax-linear-attention",
+}
+
+
+def _found[P](known: Sequence[tuple[str, str, P]]) -> dict[str, P]:
+    """The peers whose package this machine has, by package, version and remark."""
     return {
-        f"{package} {importlib.metadata.version(distribution)}": peer
-        for distribution, (package, peer) in known.items()
+        f"{package} {importlib.metadata.version(DISTRIBUTIONS[package])}{remark}": peer
+        for package, remark, peer in known
         if importlib.util.find_spec(package) is not None
     }
+
+
+def of_decode() -> dict[str, Callable[[Any], Peer | None]]:
+    """The peers of a decode step that this machine has, by name and version."""
+    return _found([("fla", "", fla), ("flashinfer", "", flashinfer)])
+
+
+def of_prefill() -> dict[str, Callable[[Any], list[Rule]]]:
+    """The peers of a prefill that this machine has, by name and version."""
+    return _found(
+        [
+            ("fla", ", Triton", partial(fla_prefill, flash_qla=False)),
+            ("fla", ", FlashQLA", partial(fla_prefill, flash_qla=True)),
+            ("flash_qla", ", q and k normalised before", partial(flash_qla, rows=False)),
+            ("flash_qla", ", in rows, q and k normalised before", partial(flash_qla, rows=True)),
+            ("jla", "", jla),
+            ("flashinfer", ", q and k normalised before", flashinfer_prefill),
+        ]
+    )

@@ -12,6 +12,7 @@ from gdn_jax.types import GDNConfig, GDNState
 IMPLEMENTATIONS = ("mosaic", "xla")  # in the order of preference; "xla" runs anywhere
 
 KERNEL_DIMS = (64, 128, 256)  # K and V of the recurrent kernels
+CHUNK_DIMS = (64, 128)  # K and V of the chunk kernels
 MAX_HEAD_STATE = 128 * 256  # K * V of the decode kernel: what the registers of one CTA hold
 MAX_MTP_STEP = 7  # of the decode kernel and the conv kernel
 MAX_WIDTH = 8  # of the conv kernel
@@ -63,11 +64,13 @@ def _capability() -> float:
     return float(getattr(_device(), "compute_capability", 9.0))
 
 
-def _head_limits(dims: Mapping[str, int], num_v_heads: int = 0, num_k_heads: int = 0) -> str | None:
+def _head_limits(
+    dims: Mapping[str, int], num_v_heads: int = 0, num_k_heads: int = 0, known: tuple[int, ...] = KERNEL_DIMS
+) -> str | None:
     """What no kernel takes; `dims` by the words that come before a size."""
     for told, size in dims.items():
-        if size not in KERNEL_DIMS:
-            return f"its kernel takes head dimensions of {', '.join(map(str, KERNEL_DIMS))}, and {told} {size}"
+        if size not in known:
+            return f"its kernel takes head dimensions of {', '.join(map(str, known))}, and {told} {size}"
     if num_v_heads > 8 * num_k_heads:
         return f"its kernel takes up to 8 value heads a key head, and there are {num_v_heads // num_k_heads}"
     return None
@@ -86,6 +89,19 @@ def _rule_limits(
     heads = (v.shape[-2], q.shape[-2]) if q is not None and v is not None else ()
     empty = _first_empty(v=v, ssm_state=ssm_state, num_accepted_tokens=num_accepted_tokens)
     return _head_limits(dims, *heads) or empty
+
+
+def _chunk_limits(q: Any = None, v: Any = None, ssm_state: Any = None, query_start_loc: Any = None, **_: Any) -> str | None:
+    """The same for `chunk_gated_delta_rule`."""
+    if _capability() >= 10:
+        return f"its kernel needs the products of compute capability 9 (Hopper), and this device has {_capability()}"
+    if v is not None and v.dtype.itemsize != 2:
+        return f"its kernel takes bfloat16 and float16, float32 keeps its own products, and `v` has {v.dtype}"
+    dims = {f"`{name}` has": x.shape[-1] for name, x in dict(q=q, v=v).items() if x is not None}
+    heads = (v.shape[-2], q.shape[-2]) if q is not None and v is not None else ()
+    if query_start_loc is not None and query_start_loc.shape[0] < 2:
+        return "`query_start_loc` has no sequence"
+    return _head_limits(dims, *(heads or (0, 0)), known=CHUNK_DIMS) or _first_empty(v=v, ssm_state=ssm_state)
 
 
 def _layer_limits(
@@ -135,6 +151,7 @@ def _norm_limits(o: Any = None, **_: Any) -> str | None:
 
 # What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
 _LIMITS: dict[str, Callable[..., str | None]] = {
+    "chunk_gated_delta_rule": _chunk_limits,
     "recurrent_gated_delta_rule": _rule_limits,
     "mtp_gated_delta_rule": _rule_limits,
     "gdn_decode": _layer_limits,
@@ -145,6 +162,7 @@ _LIMITS: dict[str, Callable[..., str | None]] = {
 }
 _RULE, _LAYER = ("q", "k", "v", "g", "beta"), ("weights", "state", "mixed_qkvzba")
 _POSITIONAL = dict(
+    chunk_gated_delta_rule=_RULE,
     recurrent_gated_delta_rule=_RULE,
     mtp_gated_delta_rule=_RULE,
     gdn_decode=_LAYER,

@@ -4,6 +4,7 @@ import argparse
 import csv
 import itertools
 import math
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import jax
 import torch
 
 from bench import __main__ as command
-from bench import cpu, decode, gpu, interop, peers, report
+from bench import cpu, decode, gpu, interop, peers, prefill, report
 from bench.report import Table
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -279,11 +280,185 @@ def test_a_chain_goes_through_its_layers(form: dict[str, Any]) -> None:
     assert chain.state.tolist() == [[2 * turns] * 2] * 3 and chain.layers == 3 * turns
 
 
-def test_the_gpu_suites_want_a_gpu() -> None:
+@pytest.mark.parametrize("suite", ["mtp", "prefill"])
+def test_the_gpu_suites_want_a_gpu(suite: str) -> None:
     if jax.default_backend() == "gpu":
         pytest.skip("there is one")
-    with pytest.raises(SystemExit, match="time kernels on a GPU"):
-        decode.SUITES["mtp"](1)
+    with pytest.raises(SystemExit, match="kernels on a GPU"):
+        command.SUITES[suite](1)
+
+
+# ------------------------------------------------------------------------------------------------------------ prefill
+
+
+@pytest.fixture
+def tiny_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches so small that their programs take no time, two sets each; 3 ms a call by CUPTI, and no CUDA graphs."""
+    sizes = dict(HEADS=((1, 2),), K=16, V=16, TURN_BYTES=1, TURN_SECONDS=1e-2, ROUNDS=1, SAMPLE=9)
+    for name, value in sizes.items():
+        monkeypatch.setattr(prefill, name, value)
+    monkeypatch.setattr(prefill, "SHAPES", {"2x5": [5, 5], "ragged": [3, 1, 9, 2]})
+    monkeypatch.setattr(prefill, "TARGETS", {"2x5": (0.25, 0.5)})
+    monkeypatch.setattr(gpu, "COPIED", 2**12)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def kernels(call: Any, wait: Any, repeat: int) -> list[tuple[str, float]]:
+        call()
+        return [("kernel", 3000.0)] * (2 * repeat)
+
+    monkeypatch.setattr(gpu, "kernels", kernels)
+    monkeypatch.setattr(prefill, "graph", lambda calls, turns: lambda: [call() for call in calls])
+
+
+@pytest.fixture
+def known_peers(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
+    """Stand-ins for the peers of a prefill, by Hugging Face's torch code, that look at what they are given."""
+
+    def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, states: Any, starts: Any, norm: bool = False) -> Any:
+        if not norm:
+            for x in (q, k):
+                assert torch.allclose(x.float().norm(dim=-1), torch.ones(()), atol=1e-2)
+        results = []
+        for n, (start, end) in enumerate(itertools.pairwise(starts)):
+            one = [x[None, start:end].float() for x in (q, k, v, g, beta)]
+            one[:2] = [x.repeat_interleave(v.shape[1] // k.shape[1], dim=2) for x in one[:2]]
+            results.append(peers.hf.torch_recurrent_gated_delta_rule(*one, states[n : n + 1].clone(), True, norm))
+        outputs, final = zip(*results)
+        return torch.cat(outputs, 1)[0].to(v.dtype), torch.cat(final)
+
+    def like_fla(
+        q: Any, k: Any, v: Any, *, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, **options: Any
+    ) -> Any:
+        assert options.pop("output_final_state") and (cu_seqlens is None or cu_seqlens.dtype == torch.int64)
+        n, length = v.shape[:2]
+        assert cu_seqlens is None or n == 1
+        starts = [i * length for i in range(n + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+        tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+        o, final = rule(*tokens, initial_state, starts, options.pop("use_qk_l2norm_in_kernel", False))
+        assert not options
+        return o.reshape(v.shape), final
+
+    def like_jla(kind: str, q: Any, k: Any, v: Any, *, initial_state: Any, **options: Any) -> Any:
+        assert kind == "gated_deltanet" and options.pop("impl") == "mosaic_gpu" and options.pop("output_final_state")
+        return prefill.gdn_jax.chunk_gated_delta_rule(q, k, v, **options, ssm_state=initial_state)
+
+    def like_flashinfer(
+        q: Any, k: Any, v: Any, g: Any, beta: Any, scale: Any, states: Any, output_final_state: bool, **options: Any
+    ) -> Any:
+        assert scale is None and output_final_state and options["output_state"].shape == states.shape
+        o, final = rule(q, k, v, g.log(), beta, states.mT, options["cu_seqlens"].tolist())
+        return o, final.mT
+
+    functions = {
+        "fla.ops.gated_delta_rule.chunk_gated_delta_rule": like_fla,
+        "flash_qla.chunk_gated_delta_rule": like_fla,
+        "jla.ops.linear_attention": like_jla,
+        "flashinfer.gdn_prefill.chunk_gated_delta_rule": like_flashinfer,
+    }
+    modules: dict[str, types.ModuleType] = {}
+    for path, function in functions.items():
+        parts = path.split(".")
+        for count in range(1, len(parts)):
+            name = ".".join(parts[:count])
+            monkeypatch.setitem(sys.modules, name, modules.setdefault(name, types.ModuleType(name)))
+        vars(modules[".".join(parts[:-1])])[parts[-1]] = function
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name in modules or None)
+    monkeypatch.setattr(peers.importlib.metadata, "version", lambda name: "0.0")
+    monkeypatch.setenv("FLA_FLASH_QLA", "")
+    monkeypatch.setenv("FLA_TILELANG", "")
+    return modules
+
+
+def test_the_prefill_suite_fills_its_tables(
+    tiny_batches: None, known_peers: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules, layers, others = command.SUITES["prefill"](1)
+    keys, found = [["1/2", "2x5"], ["1/2", "ragged"]], list(peers.of_prefill())
+    assert found[:2] == ["fla 0.0, Triton", "fla 0.0, FlashQLA"] and len(found) == 6
+    assert [row[:2] for row in rules.rows] == [row[:2] for row in layers.rows] == keys
+    assert [row[:3] for row in others.rows] == [[*key, name] for key in keys for name in found]
+    for table in (rules, layers, others):
+        assert all(len(row) == len(table.columns) for row in table.rows), table.title
+    rate = 2 * 2**12 / 3e-3
+    for table, error in ((rules, 5e-3), (layers, 1e-2)):
+        at = {column: number for number, column in enumerate(table.columns)}
+        for row, tokens, n in zip(table.rows, (10, 15), (2, 4)):
+            qkvo, states = tokens * (2 * 16 + 2 * 2 * 16) * 2, 2 * n * 2 * 16 * 16 * 4
+            moved = qkvo + states
+            moved += tokens * 2 * 2 * 4 if table is rules else tokens * 2 * 2 * 2 + 2 * n * (2 * 16 + 2 * 16) * 3 * 2
+            flop = prefill.FLOP * 2 * tokens
+            assert row[at["ms"]] == 3 and math.isclose(row[at["TFLOP/s"]], flop / 3e-3 / 1e12)
+            assert math.isclose(row[at["over the compute floor"]], 3e-3 / (flop / prefill.PEAK))
+            assert math.isclose(row[at["over the byte floor"]], 3e-3 / (moved / rate))
+            assert 0 < row[at["error of o"]] < error and 0 < row[at["of states"]] < error
+            assert row[at["wall ms"]] > 0 and row[at["temporary / (q, k, v, o)"]] > 0
+    assert [row[3] for row in rules.rows] == ["<= 0.25", ""] and [row[3] for row in layers.rows] == ["<= 0.5", ""]
+    assert all(row[-1] == 1 for row in layers.rows)
+    said = capsys.readouterr().err
+    ratios = iter(ratio for row in rules.rows for ratio in row[-len(found) :])
+    for heads, shape, name, ms, over, wall, over_wall, *errors in others.rows:
+        if shape == "ragged" and ("in rows" in name or "jla" in name):
+            assert [ms, over, wall, over_wall, *errors] == ["-"] * 6
+            assert f"['{heads}', '{shape}'] {name}: ValueError(" in said
+            assert next(ratios) == "-"
+        else:
+            assert (ms, over) == (3, 1) and all(0 <= error < 1e-2 for error in errors)
+            assert (wall == "-") == ("jla" in name)
+            assert next(ratios) == (1 if wall == "-" else min(1, over_wall))
+
+
+def test_fla_is_told_which_kernels(known_peers: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def rule(*_: Any, **options: Any) -> Any:
+        seen.append(os.environ["FLA_FLASH_QLA"] + os.environ["FLA_TILELANG"])
+        return options["g"], None
+
+    vars(known_peers["fla.ops.gated_delta_rule"])["chunk_gated_delta_rule"] = rule
+    batch = types.SimpleNamespace(lengths=[2], starts=np.array([0, 2]), given=[([np.ones((2, 1, 4))] * 5, np.ones(1))])
+    for flash_qla in (False, True, False):
+        peers.fla_prefill(batch, flash_qla=flash_qla)[0]()
+    assert seen == ["00", "11", "00"]
+    monkeypatch.setitem(sys.modules, "flash_qla", None)
+    with pytest.raises(ImportError):
+        peers.fla_prefill(batch, flash_qla=True)
+
+
+def test_a_wrong_rule_is_not_timed_and_a_broken_peer_is_passed_over(
+    tiny_batches: None,
+    known_peers: dict[str, types.ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: Any, **options: Any) -> Any:
+        raise RuntimeError("no such shape")
+
+    vars(known_peers["flash_qla"])["chunk_gated_delta_rule"] = refuse
+    monkeypatch.setattr(prefill, "graph", refuse)
+    rules, _, others = prefill.suite(1, "^1/2 rag")
+    assert [row[:2] for row in rules.rows] == [["1/2", "ragged"]] and len(others.rows) == 6
+    said = capsys.readouterr().err
+    assert "flash_qla 0.0, q and k normalised before: RuntimeError('no such shape')" in said
+    assert "fla 0.0, Triton, captured: RuntimeError('no such shape')" in said
+    assert [row[5] for row in others.rows] == ["-"] * 6 and [row[3] for row in others.rows] == [3, 3, "-", "-", "-", 3]
+    right = prefill.gdn_jax.chunk_gated_delta_rule
+
+    def wrong(*tokens: Any, **options: Any) -> Any:
+        o, pool = right(*tokens, **options)
+        return 1.1 * o, pool
+
+    monkeypatch.setattr(prefill.gdn_jax, "chunk_gated_delta_rule", wrong)
+    with pytest.raises(RuntimeError, match=r"the rule \['1/2', 'ragged'\] differs from float64"):
+        prefill.suite(1, "ragged")
+
+
+def test_a_chain_of_sets_does_what_the_calls_do(tiny_batches: None) -> None:
+    own = prefill.Batch((1, 2), [3, 4]).rule()
+    chain = own.chain(2)
+    o, last = chain(), [call() for call in own.calls * 2][-1]
+    np.testing.assert_allclose(np.asarray(o, np.float32), np.asarray(last, np.float32), rtol=2e-2, atol=1e-4)
+    np.testing.assert_allclose(chain.state, own.state, rtol=1e-4, atol=1e-5)
+    assert chain.layers == 2 and own.temporary_bytes > 0
 
 
 # -------------------------------------------------------------------------------------------------------- the command
@@ -313,6 +488,16 @@ def test_the_command_writes_nothing_unasked(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setitem(command.SUITES, "cpu", lambda repeat: [TABLE])
     assert command.run(options()) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_leaves_rows_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Any] = []
+    monkeypatch.setitem(command.SUITES, "prefill", lambda repeat, only: asked.append((repeat, only)) or [TABLE])
+    assert command.run(options("--suite", "prefill", "--only", "16/32 1x2048$")) == 0
+    assert asked == [(7, "16/32 1x2048$")]
+    assert capsys.readouterr().out.startswith("`python -m bench --suite prefill --repeat 7 --only '16/32 1x2048$'`, 2")
+    with pytest.raises(SystemExit, match="the suite cpu runs whole"):
+        command.run(options("--only", "x"))
 
 
 def test_an_unknown_suite_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def softplus(x: Array) -> Array:
 
 def log_decay(A_log: Array, a: Array, dt_bias: Array) -> Array:
     """g of `gdn_gating` within its tolerance; never NaN for finite inputs."""
-    x = a + dt_bias
+    x = jnp.minimum(a + dt_bias, float(jnp.finfo(f32).max))  # no inf times 0
     small = x < -17  # there the softplus is e^x
     half = jnp.exp(0.5 * jnp.where(small, A_log + x, A_log))  # e^A_log alone may overflow or underflow
     return -jnp.where(small, 1, softplus(x)) * half * half

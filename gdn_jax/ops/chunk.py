@@ -9,12 +9,12 @@ from jax import Array
 
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
-from gdn_jax.dispatch import choose
+from gdn_jax.dispatch import choose, run
 from gdn_jax.ops.recurrent import rule_inputs, rule_scale
 from gdn_jax.varlen import equal_starts, resolve, sequences, stacked, unstacked
 
 
-@functools.partial(jax.jit, static_argnames=("use_qk_l2norm", "chunk_size"))
+@functools.partial(jax.jit, static_argnames=("use_qk_l2norm", "chunk_size", "implementation"))
 def _run(
     q: Array,
     k: Array,
@@ -28,6 +28,7 @@ def _run(
     scale: Array,
     use_qk_l2norm: bool,
     chunk_size: int,
+    implementation: str,
     **indices: Any,
 ) -> tuple[Array, Array]:
     if ssm_state is None:  # the final states, one row a sequence
@@ -39,9 +40,13 @@ def _run(
     )
     starts, lengths = sequences(query_start_loc, num_tokens)
     batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices)
-    o, pool = xla.chunk.chunk(
-        q, k, v, g, beta, pool, batch, scale=scale, use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size
-    )
+
+    def on_xla(q, k, v, g, beta, pool, batch, ends, scale):
+        options = dict(use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size)
+        return xla.chunk.chunk(q, k, v, g, beta, pool, batch, scale=scale, **options)
+
+    arguments = (q, k, v, g, beta, pool, batch, starts + lengths, scale)
+    o, pool = run(implementation, "chunk", on_xla, *arguments, use_qk_l2norm=use_qk_l2norm)
     return o, unstacked(pool, layer)
 
 
@@ -83,7 +88,7 @@ def chunk_gated_delta_rule(
         initial_state_indices: integer `[N]`, slots to read the states from; outside the pool: zeros. None: `state_indices`.
         scale: of q; None: `K ** -0.5`.
         use_qk_l2norm: False leaves q and k as they are (`scale` still applies).
-        chunk_size: tokens a chunk, a hint on speed: the tile is the next power of two, between 16 and 256.
+        chunk_size: tokens a chunk, a hint on speed: the tile is the next power of two, between 16 and 256, and 64 on a GPU.
         layer: which layer of a stacked `ssm_state`, an int or an int32 scalar.
         implementation: "xla", "mosaic", or None to choose.
 
@@ -127,9 +132,10 @@ def chunk_gated_delta_rule(
         has_initial_state=checks.flags(this, "has_initial_state", has_initial_state, n),
         initial_state_indices=checks.index(this, "initial_state_indices", initial_state_indices, num_sequences=n),
     )
-    choose(this, implementation)
+    chosen = choose(this, implementation, dict(q=q, v=v, ssm_state=ssm_state, query_start_loc=starts))
     scale, norm = rule_scale(this, scale, k_dim), checks.flag(this, "use_qk_l2norm", use_qk_l2norm)
     flat = [x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)] + [x.reshape(-1, num_v_heads) for x in (g, beta)]
     size = checks.size(this, "chunk_size", chunk_size, 1)
-    o, pool = _run(*flat, ssm_state, at, starts, scale=scale, use_qk_l2norm=norm, chunk_size=size, **indices)
+    options = dict(scale=scale, use_qk_l2norm=norm, chunk_size=size, implementation=chosen)
+    o, pool = _run(*flat, ssm_state, at, starts, **options, **indices)
     return o.reshape(v.shape), pool
