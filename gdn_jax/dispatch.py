@@ -15,22 +15,9 @@ KERNEL_DIMS = (64, 128, 256)  # K and V of the recurrent kernels
 CHUNK_DIMS = (64, 128)  # K and V of the chunk kernels
 MAX_HEAD_STATE = 128 * 256  # K * V of the decode kernel: what the registers of one CTA hold
 MAX_MTP_STEP = 7  # of the decode kernel and the conv kernel
-MAX_WIDTH = 8  # of the conv kernel
-CHANNELS = 128  # of one CTA of the conv kernel
+MAX_WIDTH = 8  # of the conv kernels
+CHANNELS = 128  # of one CTA of the conv kernels
 MAX_V_HEADS = 1024  # of the gating kernel
-
-OPERATORS = (
-    "gdn_gating",
-    "causal_conv1d",
-    "causal_conv1d_update",
-    "chunk_gated_delta_rule",
-    "recurrent_gated_delta_rule",
-    "mtp_gated_delta_rule",
-    "gated_rms_norm",
-    "gdn_prefill",
-    "gdn_decode",
-    "gdn_mtp_decode",
-)
 
 
 class Explanation(NamedTuple):
@@ -76,8 +63,38 @@ def _head_limits(
     return None
 
 
-def _first_empty(**arrays: Any) -> str | None:
-    """Which of the arrays that are given is empty."""
+def _config_limits(config: GDNConfig, known: tuple[int, ...]) -> str | None:
+    """`_head_limits` of a layer."""
+    dims = {f"{name} is": getattr(config, name) for name in ("head_k_dim", "head_v_dim")}
+    return _head_limits(dims, config.num_v_heads, config.num_k_heads, known)
+
+
+def _window_limits(channels: Mapping[str, int], widths: Mapping[str, int]) -> str | None:
+    """What no conv kernel takes, likewise by words."""
+    for told, size in channels.items():
+        if size % CHANNELS:
+            return f"its kernel takes a multiple of {CHANNELS} channels, and {told} {size}"
+    for told, width in widths.items():
+        if width > MAX_WIDTH:
+            return f"its kernel takes widths up to {MAX_WIDTH}, and {told} {width}"
+    return None
+
+
+def _products_limits(told: str, tokens: Any) -> str | None:
+    """What the products of the chunk kernels do not take."""
+    if _capability() >= 10:
+        return f"its kernel needs the products of compute capability 9 (Hopper), and this device has {_capability()}"
+    if tokens is not None and tokens.dtype.itemsize != 2:
+        return f"its kernel takes bfloat16 and float16, float32 keeps its own products, and {told} {tokens.dtype}"
+    return None
+
+
+def _first_empty(query_start_loc: Any = None, state: Any = None, **arrays: Any) -> str | None:
+    """Which of the arrays that are given is empty; of the starts, whether they are those of no sequence."""
+    if query_start_loc is not None and query_start_loc.shape[0] < 2:
+        return "`query_start_loc` has no sequence"
+    if isinstance(state, GDNState):
+        arrays |= {"state.conv": state.conv, "state.ssm": state.ssm}
     return next((f"`{name}` is empty" for name, x in arrays.items() if x is not None and 0 in x.shape), None)
 
 
@@ -91,17 +108,25 @@ def _rule_limits(
     return _head_limits(dims, *heads) or empty
 
 
-def _chunk_limits(q: Any = None, v: Any = None, ssm_state: Any = None, query_start_loc: Any = None, **_: Any) -> str | None:
+def _chunk_limits(
+    q: Any = None, v: Any = None, ssm_state: Any = None, query_start_loc: Any = None, **_: Any
+) -> str | None:
     """The same for `chunk_gated_delta_rule`."""
-    if _capability() >= 10:
-        return f"its kernel needs the products of compute capability 9 (Hopper), and this device has {_capability()}"
-    if v is not None and v.dtype.itemsize != 2:
-        return f"its kernel takes bfloat16 and float16, float32 keeps its own products, and `v` has {v.dtype}"
     dims = {f"`{name}` has": x.shape[-1] for name, x in dict(q=q, v=v).items() if x is not None}
-    heads = (v.shape[-2], q.shape[-2]) if q is not None and v is not None else ()
-    if query_start_loc is not None and query_start_loc.shape[0] < 2:
-        return "`query_start_loc` has no sequence"
-    return _head_limits(dims, *(heads or (0, 0)), known=CHUNK_DIMS) or _first_empty(v=v, ssm_state=ssm_state)
+    heads = (v.shape[-2], q.shape[-2]) if q is not None and v is not None else (0, 0)
+    why = _products_limits("`v` has", v) or _head_limits(dims, *heads, known=CHUNK_DIMS)
+    return why or _first_empty(query_start_loc, v=v, ssm_state=ssm_state)
+
+
+def _prefill_limits(
+    config: Any = None, state: Any = None, mixed_qkvzba: Any = None, query_start_loc: Any = None, **_: Any
+) -> str | None:
+    """The same for `gdn_prefill`: the limits of its conv, and of the chunk kernels on that."""
+    why = _products_limits("`mixed_qkvzba` has", mixed_qkvzba)
+    if isinstance(config, GDNConfig):
+        channels, widths = {"conv_dim is": config.conv_dim}, {"conv_kernel_dim is": config.conv_kernel_dim}
+        why = why or _config_limits(config, CHUNK_DIMS) or _window_limits(channels, widths)
+    return why or _first_empty(query_start_loc, state, mixed_qkvzba=mixed_qkvzba)
 
 
 def _layer_limits(
@@ -109,32 +134,36 @@ def _layer_limits(
 ) -> str | None:
     """The same for `gdn_decode` and `gdn_mtp_decode`, and the kernel of one launch."""
     if isinstance(config, GDNConfig):
-        dims = {f"{name} is": getattr(config, name) for name in ("head_k_dim", "head_v_dim")}
-        if (why := _head_limits(dims, config.num_v_heads, config.num_k_heads)) is not None:
+        if (why := _config_limits(config, KERNEL_DIMS)) is not None:
             return why
         if config.head_k_dim * config.head_v_dim > MAX_HEAD_STATE:
             return f"its kernel takes states of up to {MAX_HEAD_STATE} elements a head"
         if config.mtp_step > MAX_MTP_STEP:
             return f"its kernel takes mtp_step up to {MAX_MTP_STEP}, and it is {config.mtp_step}"
-    pools = dict(zip(("state.conv", "state.ssm"), state)) if isinstance(state, GDNState) else {}
-    return _first_empty(mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens, **pools)
+    return _first_empty(state=state, mixed_qkvzba=mixed_qkvzba, num_accepted_tokens=num_accepted_tokens)
 
 
 def _conv_limits(
     x: Any = None, weight: Any = None, conv_state: Any = None, query_start_loc: Any = None, **_: Any
 ) -> str | None:
+    """The same for `causal_conv1d`."""
+    channels, widths = (
+        {f"`{name}` has": array.shape[-1]} if array is not None else {}
+        for name, array in dict(x=x, weight=weight).items()
+    )
+    return _window_limits(channels, widths) or _first_empty(query_start_loc, x=x, conv_state=conv_state)
+
+
+def _conv_update_limits(
+    weight: Any = None, conv_state: Any = None, query_start_loc: Any = None, **others: Any
+) -> str | None:
     """The same for `causal_conv1d_update`."""
-    if x is not None and x.shape[-1] % CHANNELS:
-        return f"its kernel takes a multiple of {CHANNELS} channels, and `x` has {x.shape[-1]}"
-    if weight is not None and (width := weight.shape[-1]) > MAX_WIDTH:
-        return f"its kernel takes widths up to {MAX_WIDTH}, and `weight` has {width}"
-    if query_start_loc is not None and query_start_loc.shape[0] < 2:
-        return "`query_start_loc` has no sequence"
-    if query_start_loc is not None and weight is not None and conv_state is not None:
+    why = _conv_limits(weight=weight, conv_state=conv_state, query_start_loc=query_start_loc, **others)
+    if why is None and query_start_loc is not None and weight is not None and conv_state is not None:
         mtp_step = conv_state.shape[-1] - weight.shape[-1] + 1
         if mtp_step > MAX_MTP_STEP:
             return f"its kernel verifies up to {MAX_MTP_STEP} draft tokens, and `conv_state` has room for {mtp_step}"
-    return _first_empty(x=x, conv_state=conv_state)
+    return why
 
 
 def _gating_limits(a: Any = None, **_: Any) -> str | None:
@@ -149,25 +178,30 @@ def _norm_limits(o: Any = None, **_: Any) -> str | None:
     return _head_limits({} if o is None else {"`o` has": o.shape[-1]}) or _first_empty(o=o)
 
 
-# What has a kernel, and what keeps a call from it: of the operator's own arguments, by name.
+# What keeps a call from the kernel: of the operator's own arguments, by name.
 _LIMITS: dict[str, Callable[..., str | None]] = {
+    "gdn_gating": _gating_limits,
+    "causal_conv1d": _conv_limits,
+    "causal_conv1d_update": _conv_update_limits,
     "chunk_gated_delta_rule": _chunk_limits,
     "recurrent_gated_delta_rule": _rule_limits,
     "mtp_gated_delta_rule": _rule_limits,
+    "gated_rms_norm": _norm_limits,
+    "gdn_prefill": _prefill_limits,
     "gdn_decode": _layer_limits,
     "gdn_mtp_decode": _layer_limits,
-    "causal_conv1d_update": _conv_limits,
-    "gdn_gating": _gating_limits,
-    "gated_rms_norm": _norm_limits,
 }
-_RULE, _LAYER = ("q", "k", "v", "g", "beta"), ("weights", "state", "mixed_qkvzba")
+OPERATORS = tuple(_LIMITS)
+_RULE, _CONV, _LAYER = ("q", "k", "v", "g", "beta"), ("x", "weight", "bias"), ("weights", "state", "mixed_qkvzba")
 _POSITIONAL = dict(
     chunk_gated_delta_rule=_RULE,
     recurrent_gated_delta_rule=_RULE,
     mtp_gated_delta_rule=_RULE,
+    gdn_prefill=_LAYER,
     gdn_decode=_LAYER,
     gdn_mtp_decode=_LAYER,
-    causal_conv1d_update=("x", "weight", "bias"),
+    causal_conv1d=_CONV,
+    causal_conv1d_update=_CONV,
     gdn_gating=("A_log", "a", "b", "dt_bias"),
     gated_rms_norm=("o", "z", "weight"),
 )
@@ -179,8 +213,6 @@ def _obstacle(operator: str, implementation: str, arguments: Mapping[str, Any]) 
         return None
     if chip() is None:
         return "it needs an NVIDIA GPU, and the default device is none"
-    if operator not in _LIMITS:
-        return f"there is no Mosaic kernel for {operator} yet"
     if (capability := _capability()) < 9:
         return f"its kernel needs compute capability 9.0 (Hopper), and this device has {capability}"
     known = {name: x for name, x in arguments.items() if isinstance(x, GDNConfig | GDNState) or hasattr(x, "shape")}
@@ -240,7 +272,7 @@ def explain(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Explanat
     operator = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
     if operator not in OPERATORS:
         raise ValueError(f"explain: `op` is {operator!r}, expected one of {', '.join(OPERATORS)}.")
-    named = dict(zip(_POSITIONAL.get(operator, ()), args)) | kwargs
+    named = dict(zip(_POSITIONAL[operator], args)) | kwargs
     chosen = choose(operator, None, named)
     others = {name: _obstacle(operator, name, named) for name in IMPLEMENTATIONS if name != chosen}
     return Explanation(chosen, {name: why or f"{chosen} comes first" for name, why in others.items()})

@@ -20,7 +20,19 @@ from gdn_jax.ops.mtp import mtp_gated_delta_rule
 from gdn_jax.ops.norm import gated_rms_norm
 from gdn_jax.ops.recurrent import recurrent_gated_delta_rule
 from gdn_jax.types import GDNConfig, GDNOutput, GDNState, GDNWeights
-from gdn_jax.varlen import equal_starts, resolve, sequences, slots_of, stacked, token_table, unstacked, where_inside
+from gdn_jax.varlen import (
+    Batch,
+    equal_starts,
+    resolve,
+    sequences,
+    slots_of,
+    stacked,
+    state_rows,
+    token_table,
+    unstacked,
+    valid_tokens,
+    where_inside,
+)
 
 
 def split_qkvzba(mixed_qkvzba: ArrayLike, config: GDNConfig) -> tuple[Array, Array, Array, Array]:
@@ -215,6 +227,29 @@ def _output(
     return GDNOutput(o, z, state)
 
 
+def _resolved(
+    pool_and_layer: tuple[Array, Array],
+    num_tokens: int,
+    query_start_loc: Array,
+    indices: dict[str, Array | None],
+    longest: int,
+    verify: bool = False,
+) -> tuple[Batch, Array]:
+    """The batch on the stacked conv pool, and where the tokens of each sequence end, padding too."""
+    (pool, at), (starts, lengths) = pool_and_layer, sequences(query_start_loc, num_tokens)
+    batch = resolve(
+        starts=starts,
+        lengths=lengths,
+        num_slots=pool.shape[1],
+        num_layers=pool.shape[0],
+        layer=at,
+        max_accepted=longest,
+        max_length=longest if verify else None,
+        **indices,
+    )
+    return batch, starts + lengths
+
+
 @functools.partial(jax.jit, static_argnames=("config", "verify", "implementation"))
 def _packed(
     weights: GDNWeights,
@@ -232,18 +267,7 @@ def _packed(
 ) -> GDNOutput:
     """The layer on packed sequences: prefill, or the verify step."""
     num_tokens, longest = mixed_qkvzba.shape[0], config.mtp_step + 1
-    num_layers, num_slots = (1 if layer is None else state.conv.shape[0]), state.conv.shape[-3]
-    starts, lengths = sequences(query_start_loc, num_tokens)
-    batch = resolve(
-        starts=starts,
-        lengths=lengths,
-        num_slots=num_slots,
-        num_layers=num_layers,
-        layer=jnp.int32(0) if layer is None else layer,
-        max_accepted=longest,
-        max_length=longest if verify else None,
-        **indices,
-    )
+    batch, _ = _resolved(stacked(state.conv, layer), num_tokens, query_start_loc, indices, longest, verify)
     valid = token_table(batch, num_tokens)[0]
     mixed_qkv, z, b, a = _split(mixed_qkvzba, valid, config)
     common: dict[str, Any] = dict(query_start_loc=query_start_loc, layer=layer, implementation=implementation)
@@ -266,9 +290,8 @@ def _packed(
             mtp_gated_delta_rule, read_indices=rows, write_indices=rows, num_accepted_tokens=accepted
         )
     else:
-        slots, source = (jnp.where(x < 0, -1, x * longest) for x in (batch.write, batch.read))
-        source = jnp.where(source < 0, -1, source + batch.offset)
-        rule = functools.partial(chunk_gated_delta_rule, state_indices=slots, initial_state_indices=source)
+        rows = state_rows(batch, longest)
+        rule = functools.partial(chunk_gated_delta_rule, state_indices=rows.write, initial_state_indices=rows.read)
     o, ssm = rule(*split_qkv(y, config), g, beta, ssm_state=state.ssm, **common)
     return _output(o, z, valid, GDNState(conv, ssm), norm_weight, norm_eps)
 
@@ -341,6 +364,40 @@ def _one_launch(
     return GDNOutput(o, split_qkvzba(mixed_qkvzba, config)[1], state)
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def _prefill(
+    weights: GDNWeights,
+    state: GDNState,
+    mixed_qkvzba: Array,
+    query_start_loc: Array,
+    indices: dict[str, Array | None],
+    norm_weight: Array | None,
+    norm_eps: Array,
+    layer: Array | None,
+    *,
+    config: GDNConfig,
+) -> GDNOutput:
+    """The prefill form of `_packed` as kernels; the norm with its masks stays one pass of XLA's."""
+    (conv, at), ssm = stacked(state.conv, layer), stacked(state.ssm, layer)[0]
+    num_tokens, longest = mixed_qkvzba.shape[0], config.mtp_step + 1
+    sizes: dict[str, Any] = dict(num_slots=conv.shape[1], num_tokens=num_tokens, max_accepted=longest)
+    checks.debug_check("gdn_prefill", query_start_loc=query_start_loc, **indices, **sizes)
+    batch, ends = _resolved((conv, at), num_tokens, query_start_loc, indices, longest)
+
+    def by_operators(mixed, weights, conv, ssm, batch, ends):
+        starts = jnp.append(batch.starts, ends[-1:])
+        names = dict(state_indices=batch.write, initial_state_indices=batch.read, num_accepted_tokens=batch.offset + 1)
+        arguments = (weights, GDNState(conv, ssm), mixed, starts, names, None, jnp.float32(0), batch.layer)
+        out = _packed(*arguments, config=config, verify=False, implementation="xla")
+        return out.o, *out.state
+
+    arguments = (mixed_qkvzba, weights, conv, ssm, batch, ends)
+    o, conv, ssm = run("mosaic", "prefill", by_operators, *arguments, config=config)
+    state = GDNState(unstacked(conv, layer), unstacked(ssm, layer))
+    z, valid = split_qkvzba(mixed_qkvzba, config)[1], valid_tokens(batch, num_tokens)
+    return _output(o, z, valid, state, norm_weight, norm_eps)
+
+
 def gdn_prefill(
     weights: GDNWeights,
     state: GDNState,
@@ -409,12 +466,13 @@ def gdn_prefill(
         num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
     )
     at = checks.layer_index(this, layer, state.conv.shape[0])
-    choose(this, implementation)
+    sizes = dict(config=config, state=state, mixed_qkvzba=mixed_qkvzba, query_start_loc=starts)
+    chosen = choose(this, implementation, sizes)
     eps = checks.number(this, "norm_eps", norm_eps)
-    return _packed(
-        weights, state, mixed_qkvzba, starts, indices, norm_weight, eps, at, config=config, verify=False,
-        implementation=implementation,
-    )  # fmt: skip
+    arguments = (weights, state, mixed_qkvzba, starts, indices, norm_weight, eps, at)
+    if chosen == "mosaic":
+        return _prefill(*arguments, config=config)
+    return _packed(*arguments, config=config, verify=False, implementation=implementation)
 
 
 def gdn_decode(

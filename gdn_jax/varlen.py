@@ -58,7 +58,7 @@ def slots_of(state_indices: Array | None, num_sequences: int) -> Array:
     return jnp.arange(num_sequences, dtype=jnp.int32) if state_indices is None else state_indices
 
 
-def inside(index: Array, size: int) -> Array:
+def inside(index: Array, size: int | Array) -> Array:
     """Bool, like `index` (int32): whether it names one of `size` rows."""
     return (index >= 0) & (index < size)
 
@@ -111,6 +111,12 @@ def resolve(
     return Batch(starts, lengths, read, write, offset, jnp.where(inside(layer, num_layers), layer, 0))
 
 
+def state_rows(batch: Batch, per_slot: int) -> Batch:
+    """The same batch on a pool with `per_slot` rows a slot: the accepted one is read, the first written."""
+    read = jnp.where(batch.read < 0, -1, batch.read * per_slot + batch.offset)
+    return batch._replace(read=read, write=jnp.where(batch.write < 0, -1, batch.write * per_slot))
+
+
 def accepted_slots(read_indices: Array, num_accepted_tokens: Array) -> Array:
     """Int32 `[N]`: what stands at the accepted column of `read_indices` `[N, S + 1]`; a count out of range is clipped."""
     column = jnp.clip(num_accepted_tokens - 1, 0, read_indices.shape[1] - 1)
@@ -152,6 +158,12 @@ def token_table(batch: Batch, num_tokens: int) -> tuple[Array, Array]:
     n = jnp.maximum(n, 0)
     position = token - batch.starts[n]
     return (position >= 0) & (position < batch.lengths[n]), position
+
+
+def valid_tokens(batch: Batch, num_tokens: int) -> Array:
+    """The first half of `token_table`, token against sequence: T N comparisons, but no loop, which a GPU would launch."""
+    token = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
+    return jnp.any(inside(token - batch.starts, batch.lengths), axis=1)
 
 
 class Chunks(NamedTuple):
@@ -202,7 +214,9 @@ def tile_table(starts: Array, lengths: Array, num_tokens: int, size: int) -> tup
     """
     base = tile_base(starts, jnp.arange(starts.shape[0], dtype=jnp.int32), size)
     entry = jnp.arange(num_tokens // size + starts.shape[0], dtype=jnp.int32)
-    sequence = jnp.sum(base[None, 1:] <= entry[:, None], axis=1, dtype=jnp.int32)  # base[0] is one of them for any entry
+    sequence = jnp.sum(
+        base[None, 1:] <= entry[:, None], axis=1, dtype=jnp.int32
+    )  # base[0] is one of them for any entry
     first = (entry - base[sequence]) * size
     tokens = jnp.clip(lengths[sequence] - first, 0, size)
     return sequence, jnp.where(tokens > 0, starts[sequence] + first, 0), jnp.where(first < 0, 0, tokens)

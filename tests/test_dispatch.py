@@ -164,11 +164,16 @@ def test_the_chip_is_forgotten_with_the_mesh() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_explain_under_an_abstract_h200(operator: str, h200: None) -> None:
+def test_explain_under_an_abstract_h200(operator: str, h200: None, monkeypatch: pytest.MonkeyPatch) -> None:
     explanation = gdn_jax.explain(operator, **CALLS[operator])
     reasons = " ".join(explanation.passed_over.values())
     assert "needs an NVIDIA GPU" not in reasons, "there is one"
     assert str(explanation).startswith(f"{explanation.implementation} runs; "), explanation
+    monkeypatch.setattr(dispatch, "_capability", lambda: 8.9)
+    assert "needs compute capability 9.0 (Hopper), and this device has 8.9" in str(gdn_jax.explain(operator))
+    monkeypatch.setattr(dispatch, "_capability", lambda: 10.0)
+    hopper_only = "this device has 10.0" in str(gdn_jax.explain(operator))
+    assert hopper_only is (operator in ("chunk_gated_delta_rule", "gdn_prefill"))
 
 
 # ---- lowering -------------------------------------------------------------------------------------------------------
@@ -196,8 +201,8 @@ def test_a_cpu_program_holds_no_gpu_kernel(operator: str) -> None:
 def test_explain_takes_a_whole_call(name: str | None, h200: None) -> None:
     call = CALLS["recurrent_gated_delta_rule"] | {"implementation": name}
     assert "head dimensions" in str(gdn_jax.explain("recurrent_gated_delta_rule", **call))
-    assert gdn_jax.explain("gdn_decode", implementation=name).implementation == "mosaic"
-    assert gdn_jax.explain("gdn_prefill", implementation=name).implementation == "xla"
+    for operator in OPERATORS:
+        assert gdn_jax.explain(operator, implementation=name).implementation == "mosaic"
     assert (
         gdn_jax.explain("recurrent_gated_delta_rule", 1.0, operator=2).implementation == "mosaic"
     )  # nothing to look at

@@ -29,6 +29,8 @@ resolve = jax.jit(
 )
 sequences = jax.jit(varlen.sequences, static_argnums=1)
 token_table = jax.jit(varlen.token_table, static_argnums=1)
+valid_tokens = jax.jit(varlen.valid_tokens, static_argnums=1)
+state_rows = jax.jit(varlen.state_rows, static_argnums=1)
 chunk_table = jax.jit(varlen.chunk_table, static_argnums=(2, 3))
 tile_table = jax.jit(varlen.tile_table, static_argnums=(2, 3))
 
@@ -62,7 +64,11 @@ if st is not None:
         want = np.zeros(T, bool)
         want[batch.tokens()] = True
         same(valid, want)
+        same(valid_tokens(got, T), want)
+        rows = state_rows(got, S + 1)
         for n in range(N):
+            assert rows.write[n] == (got.write[n] * (S + 1) if batch.live[n] else -1)
+            assert rows.read[n] == (-1 if got.read[n] < 0 else got.read[n] * (S + 1) + got.offset[n])
             if batch.live[n]:
                 part = slice(batch.starts[n], batch.starts[n + 1])
                 same(np.asarray(position)[part], np.arange(lengths[n], dtype=INT))

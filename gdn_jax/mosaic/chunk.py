@@ -206,7 +206,9 @@ def prepare(
                 vectors_sm[DECAY] = jnp.exp(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
                 a = jnp.where(below, kk * decay * _rows(gates[r]), zero)
                 diagonal = jnp.where(in_block, a, zero)
-                a_sm[pl.ds(r * C, C)] = sum((diagonal[:, at : at + BLOCK] for at in range(BLOCK, C, BLOCK)), diagonal[:, :BLOCK])
+                a_sm[pl.ds(r * C, C)] = sum(
+                    (diagonal[:, at : at + BLOCK] for at in range(BLOCK, C, BLOCK)), diagonal[:, :BLOCK]
+                )
                 lower.append(jnp.where(in_block, zero, a))
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(p_sm, p_ref.at[chunk, hv])
@@ -343,10 +345,11 @@ def follow(
                 def _() -> None:  # rows of others, who may be NaN: zero times them is not zero
                     fetch(c, slot, alone)
                     plgpu.barrier_wait(alone)
-                    for tile in (*(k_tile.at[slot, half] for half in range(halves)), *(v_tile.at[slot, c] for c in range(chains))):
-                        x = plgpu.load(tile, layout=WGMMA)
-                        row = plgpu.broadcasted_iota(i32, (C, C), 0, layout=WGMMA)
-                        tile[...] = jnp.where(row < count, x, jnp.zeros_like(x))
+                    row = plgpu.broadcasted_iota(i32, (C, C), 0, layout=WGMMA)
+                    for tile, many in ((k_tile, halves), (v_tile, chains)):
+                        for at in range(many):
+                            x = plgpu.load(tile.at[slot, at], layout=WGMMA)
+                            tile[slot, at] = jnp.where(row < count, x, jnp.zeros_like(x))
                     plgpu.commit_smem()
                     for _ in range(copies):
                         plgpu.barrier_arrive(arrived.at[slot])

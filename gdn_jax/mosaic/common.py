@@ -19,7 +19,10 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
-WGMMA, TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED  # of what the tensor cores take and leave in registers
+WGMMA, TRANSPOSED = (
+    plgpu.Layout.WGMMA,
+    plgpu.Layout.WGMMA_TRANSPOSED,
+)  # of what the tensor cores take and leave in registers
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)  # a vector along the rows of such a matrix, or along its columns
 
 
@@ -180,7 +183,7 @@ def decay_of(A_log: Array, a: Array, dt_bias: Array) -> Array:
 
 
 def interpreted() -> bool:
-    """Whether a kernel that is traced now runs in Pallas' interpreter, which has no accumulators and no second view of a buffer."""
+    """Whether what is traced now runs in Pallas' interpreter: it has no accumulators, and no second view of a buffer."""
     return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
@@ -246,14 +249,16 @@ def two_views(shape: tuple[int, ...], dtype: DTypeLike, plain: bool = False) -> 
     A copy between the tiled form, which products need, and global memory has to begin at a multiple of 8 rows. The bytes of
     64 swizzled rows of 128 bytes are the same without the tiling: TMA gets this view.
     """
-    tiled, swizzled = (plgpu.SMEM(shape, dtype, transforms=x) for x in (tile_transforms(dtype), tile_transforms(dtype)[1:]))
+    tiled, swizzled = (
+        plgpu.SMEM(shape, dtype, transforms=x) for x in (tile_transforms(dtype), tile_transforms(dtype)[1:])
+    )
     if interpreted():
         return plgpu.SMEM(shape, dtype)
     return plgpu.RefUnion([tiled], [swizzled], *([[plgpu.SMEM(shape, dtype)]] if plain else []))
 
 
 def views(scratch: Any) -> tuple[Any, Any, Any]:
-    """What `two_views` made: for products, for TMA, and without any order of the bytes (with `plain`, for copies of a few rows)."""
+    """What `two_views` made: for products, for TMA, and with `plain` for copies of a few rows, its bytes in no order."""
     if interpreted():
         return scratch, scratch, scratch
     refs = [ref for (ref,) in scratch]

@@ -108,15 +108,15 @@ def prologue(
     write: Array,
     offset: Array,
     layer: Array,
-    gates: Gates | None,
+    gates: Gates | None = None,
     *,
     activation: str | None,
-) -> tuple[Array, tuple[Array, Array] | None, Array]:
+) -> tuple[Array, tuple[Array, ...], Array]:
     """`x` `[T, C]`, of which the conv takes the first D columns; `weight` `[D, W]`, `bias` `[D]`, `pool` `[L, num_slots, D,
     W - 1 + S]`; then the fields of a `varlen.Batch`. `gates`: `A_log`, `dt_bias` `[HV]` and the columns of x where b and a begin.
     T, N, L and num_slots are at least 1; D is a multiple of 128; W is at most 8.
 
-    Returns `y` `[T, D]` in `x.dtype`, with `gates` float32 `g`, `beta` `[T, HV]` (else None), all zero at padding, and the
+    Returns `y` `[T, D]` in `x.dtype`, float32 `(g, beta)` `[T, HV]` (without `gates` none), all zero at padding, and the
     updated pool, where the first W - 1 columns of a slot are the last inputs of its sequence and the others stay.
     """
     (num_tokens, columns), (channels, width), dtype = x.shape, weight.shape, x.dtype
@@ -295,4 +295,4 @@ def prologue(
             plgpu.Barrier(),
         ),
     )
-    return y, (g_and_beta[0], g_and_beta[1]) if gates else None, pool
+    return y, tuple(g_and_beta), pool

@@ -10,7 +10,7 @@ from jax import Array
 from gdn_jax import checks, xla
 from gdn_jax.checks import ArrayLike
 from gdn_jax.dispatch import choose, run
-from gdn_jax.varlen import equal_starts, resolve, sequences, slots_of, stacked, unstacked
+from gdn_jax.varlen import Batch, equal_starts, resolve, sequences, slots_of, stacked, unstacked
 
 
 @functools.partial(jax.jit, static_argnames=("this", "activation", "verify", "implementation"))
@@ -28,37 +28,45 @@ def _run(
     verify: bool = False,
     **indices: Any,
 ) -> tuple[Array, Array]:
-    """Both forms; `query_start_loc=None`: one token a sequence."""
-    pool, at = (None, jnp.int32(0)) if conv_state is None else stacked(conv_state, layer)
+    """All forms; `query_start_loc=None`: one token a sequence."""
     n = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
-    num_layers, num_slots = (1, n) if pool is None else pool.shape[:2]
-    longest = 1 if pool is None else pool.shape[3] - weight.shape[1] + 2
+    if conv_state is None:  # the final states, one row a sequence
+        conv_state = jnp.zeros((n, x.shape[1], weight.shape[1] - 1), x.dtype)
+    pool, at = stacked(conv_state, layer)
+    num_layers, num_slots, _, columns = pool.shape
+    longest = columns - weight.shape[1] + 2
     limits: dict[str, Any] = dict(max_accepted=longest, max_length=longest if verify else None)
     checks.debug_check(
         this, num_slots=num_slots, num_tokens=x.shape[0], query_start_loc=query_start_loc, **indices, **limits
     )
 
-    def on_xla(x, weight, bias, pool, slots, has, accepted, query_start_loc, at):
+    def batch_of(query_start_loc: Array | None, at: Array, **indices: Any) -> Batch:
         loc = equal_starts(n, 1) if query_start_loc is None else query_start_loc
         starts, lengths = sequences(loc, x.shape[0])
-        batch = resolve(
-            starts=starts,
-            lengths=lengths,
-            num_slots=num_slots,
-            num_layers=num_layers,
-            layer=at,
-            state_indices=slots,
-            has_initial_state=has,
-            initial_state_indices=indices.get("initial_state_indices"),  # never beside a kernel
-            num_accepted_tokens=accepted,
-            **limits,
-        )
+        sizes: dict[str, Any] = dict(num_slots=num_slots, num_layers=num_layers, **limits)
+        return resolve(starts=starts, lengths=lengths, layer=at, **indices, **sizes)
+
+    def on_xla(x: Array, weight: Array, bias: Array | None, pool: Array, batch: Batch) -> tuple[Array, Array]:
         return xla.conv.conv(x, weight, bias, pool, batch, activation=activation, verify=verify)
 
-    slots, has, accepted = map(indices.get, ("state_indices", "has_initial_state", "num_accepted_tokens"))
-    arguments = (x, weight, bias, pool, slots_of(slots, n), has, accepted, query_start_loc, at)
-    y, pool = run(implementation, "conv", on_xla, *arguments, activation=activation)
-    return y, pool if conv_state is None else unstacked(pool, layer)
+    if query_start_loc is not None and not verify:
+
+        def prefill(x, weight, bias, pool, *batch):
+            y, pool = on_xla(x, weight, bias, pool, Batch(*batch))
+            return y, (), pool
+
+        arguments = (x, weight, bias, pool, *batch_of(query_start_loc, at, **indices))
+        y, _, pool = run(implementation, "prologue", prefill, *arguments, activation=activation)
+    else:
+
+        def step(x, weight, bias, pool, slots, has, accepted, query_start_loc, at):
+            names = dict(state_indices=slots, has_initial_state=has, num_accepted_tokens=accepted)
+            return on_xla(x, weight, bias, pool, batch_of(query_start_loc, at, **names))
+
+        slots, has, accepted = map(indices.get, ("state_indices", "has_initial_state", "num_accepted_tokens"))
+        arguments = (x, weight, bias, pool, slots_of(slots, n), has, accepted, query_start_loc, at)
+        y, pool = run(implementation, "conv", step, *arguments, activation=activation)
+    return y, unstacked(pool, layer)
 
 
 def _weights(this: str, x: ArrayLike, weight: Any, bias: Any, activation: Any) -> int:
@@ -163,7 +171,8 @@ def causal_conv1d(
         initial_state_indices=checks.index(this, "initial_state_indices", initial_state_indices, num_sequences=n),
         num_accepted_tokens=checks.index(this, "num_accepted_tokens", num_accepted_tokens, num_sequences=n),
     )
-    options = dict(this=this, activation=activation, implementation=choose(this, implementation))
+    chosen = choose(this, implementation, dict(x=x, weight=weight, conv_state=conv_state, query_start_loc=starts))
+    options = dict(this=this, activation=activation, implementation=chosen)
     y, pool = _run(flat, weight, bias, conv_state, at, starts, **options, **indices)
     return y.reshape(x.shape), pool
 

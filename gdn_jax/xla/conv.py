@@ -18,30 +18,27 @@ def conv(
     x: Array,
     weight: Array,
     bias: Array | None,
-    pool: Array | None,
+    pool: Array,
     batch: Batch,
     *,
     activation: str | None,
     verify: bool,
 ) -> tuple[Array, Array]:
-    """`x` `[T, D]`, `weight` `[D, W]`, `bias` `[D]`, `pool` `[L, num_slots, D, W - 1 + S]` or None (start from zeros).
+    """`x` `[T, D]`, `weight` `[D, W]`, `bias` `[D]`, `pool` `[L, num_slots, D, W - 1 + S]`.
 
-    Returns `y` `[T, D]` in `x.dtype` and the updated pool (None: the final rows `[N, D, W - 1]` in `x.dtype`). With `verify`
-    a row afterwards holds the window of the first new token and on, else the last W - 1 entries.
+    Returns `y` `[T, D]` in `x.dtype` and the updated pool: with `verify` a row afterwards holds the window of the first new
+    token and on, else its first W - 1 columns the last W - 1 entries.
     """
-    (num_tokens, channels), n = x.shape, batch.starts.shape[0]
+    num_tokens, n = x.shape[0], batch.starts.shape[0]
     columns = weight.shape[1] - 1  # of history
     weight = weight.astype(f32).T
-    if 0 in (num_tokens, n, *(() if pool is None else pool.shape[:2])):
-        return jnp.zeros_like(x), jnp.zeros((n, channels, columns), x.dtype) if pool is None else pool
-    if pool is None:
-        history = jnp.zeros((n, columns, channels), f32)
-    else:
-        source = jnp.where(batch.read < 0, pool.shape[1], batch.read)
-        rows = pool.at[batch.layer, source].get(mode="fill", fill_value=0)
-        rows = lax.optimization_barrier(rows).astype(f32)  # read before the pool is written, else XLA may copy it
-        column = batch.offset[:, None, None] + jnp.arange(columns)
-        history = jnp.take_along_axis(rows, column, axis=2, mode="clip").transpose(0, 2, 1)
+    if 0 in (num_tokens, n, *pool.shape[:2]):
+        return jnp.zeros_like(x), pool
+    source = jnp.where(batch.read < 0, pool.shape[1], batch.read)
+    rows = pool.at[batch.layer, source].get(mode="fill", fill_value=0)
+    rows = lax.optimization_barrier(rows).astype(f32)  # read before the pool is written, else XLA may copy it
+    column = batch.offset[:, None, None] + jnp.arange(columns)
+    history = jnp.take_along_axis(rows, column, axis=2, mode="clip").transpose(0, 2, 1)
 
     valid, position = token_table(batch, num_tokens)
     inputs = masked(x, valid).astype(f32)
@@ -68,8 +65,6 @@ def conv(
         kept = jnp.take_along_axis(history, jnp.clip(entry, 0, columns - 1)[..., None], axis=1, mode="clip")
         return jnp.where((token < 0)[..., None], kept, taken.astype(f32)).transpose(0, 2, 1)
 
-    if pool is None:
-        return y, round_to(window(batch.lengths, columns), x.dtype)
     new = window(jnp.ones_like(batch.lengths), pool.shape[3]) if verify else window(batch.lengths, columns)
     target = jnp.where(batch.write < 0, pool.shape[1], batch.write)
     return y, pool.at[batch.layer, target, :, : new.shape[2]].set(round_to(new, pool.dtype), mode="drop")

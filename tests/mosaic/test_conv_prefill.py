@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import INT, close, close_rows, exact, normal, same, starts, zero
-from kernels import BF16, F16, F32, TOL, interpret, lowered, twice
+from batches import INT, close, close_rows, exact, normal, same, zero
+from kernels import BF16, F16, F32, LAYERS, TOL, h200, interpret, live_prefill, lowered, prefill_places, twice
 
+import gdn_jax
 from gdn_jax import causal_conv1d, gdn_gating, reference
 from gdn_jax.mosaic import prologue
 from gdn_jax.varlen import resolve, sequences
 
-LAYERS, LAYER, TAIL = 2, 1, 3
+LAYER, TAIL = 1, 3
 DTYPES = {  # of x, of the weights, of the pool
     "bf16": (BF16, BF16, BF16),
     "f32": (F32, F32, F32),
@@ -24,7 +25,6 @@ DTYPES = {  # of x, of the weights, of the pool
     "f32-bf16-bf16": (F32, BF16, BF16),
 }
 LENGTHS = (5, 0, 3, 17, 1, 64, 2, 65, 3, 130, 1, 2)
-SLOTS = (None, None, -1, None, None, None, None, -7, None, None, 2**31 - 1, None)  # None: its own
 INDICES = ("state_indices", "has_initial_state", "initial_state_indices", "num_accepted_tokens")
 TENSORS = ("x", "weight", "bias", "conv_state", "A_log", "dt_bias")
 
@@ -40,54 +40,22 @@ def make(
     slots: int = 30,
     between: int = 0,
 ) -> dict[str, Any]:
-    """A stacked call. Of twelve sequences three have no slot, every fourth starts from zeros, every fifth from another slot, the
-    ninth from none; with S a random column, and one count out of range. With `heads` the rows of x go on: `between`, b, a.
-    """
-    rng, (dtype, weight_dtype, pool_dtype), n = np.random.default_rng(seed), dtypes, len(lengths)
-    rows = rng.permutation(slots).astype(INT)
-    index, source, has = rows[:n].copy(), rows[:n].copy(), np.arange(n) % 4 != 3
-    source[::5] = rows[n : n + len(source[::5])]
-    if n == len(SLOTS):
-        for i, slot in enumerate(SLOTS):
-            index[i] = index[i] if slot is None else slot
-        source[8] = slots
+    """A stacked call on `prefill_places`. With `heads` the rows of x go on: `between`, b, a."""
+    rng, (dtype, weight_dtype, pool_dtype) = np.random.default_rng(seed), dtypes
     call = dict(
         x=normal(rng, sum(lengths) + TAIL, D + between + 2 * heads).astype(dtype),
         weight=normal(rng, D, W).astype(weight_dtype),
         bias=normal(rng, D).astype(weight_dtype),
         conv_state=normal(rng, LAYERS, slots, D, W - 1 + S).astype(pool_dtype),
-        query_start_loc=starts(*lengths),
-        state_indices=index,
-        has_initial_state=has,
-        initial_state_indices=source,
     )
     if heads:
         call |= {name: normal(rng, heads).astype(weight_dtype) for name in ("A_log", "dt_bias")}
-    if S:
-        counts = rng.integers(1, S + 2, n).astype(INT)
-        counts[3::4] = 99  # not looked at
-        if n == len(SLOTS):
-            counts[9] = 0
-        call["num_accepted_tokens"] = counts
-    return call
+    return call | prefill_places(rng, lengths, slots, S)
 
 
-def live(call: dict[str, Any]) -> tuple[np.ndarray, list[tuple[int, int | None, int]]]:
-    """Which tokens are valid, and `(slot, slot to read or None, column)` of each sequence that is."""
-    loc, num_slots, longest = call["query_start_loc"], call["conv_state"].shape[1], call["conv_state"].shape[3]
-    longest -= call["weight"].shape[1] - 2
-    n, slots = len(loc) - 1, call["state_indices"]
-    has, source = call.get("has_initial_state"), call.get("initial_state_indices")
-    counts = call.get("num_accepted_tokens", np.ones(n, INT))
-    has = np.ones(n, bool) if has is None else has
-    source = slots if source is None else source
-    valid, found = np.zeros(len(call["x"]), bool), []
-    for slot, old, other, count, begin, end in zip(slots, has, source, counts, loc[:-1], loc[1:]):
-        if 0 <= slot < num_slots and (1 <= count <= longest or not old) and begin < end:
-            valid[begin:end] = True
-            reads = bool(old) and 0 <= other < num_slots
-            found.append((int(slot), int(other) if reads else None, int(count) - 1 if reads else 0))
-    return valid, found
+def live(call: dict[str, Any]) -> Any:
+    num_slots, _, columns = call["conv_state"].shape[1:]
+    return live_prefill(call, len(call["x"]), num_slots, columns - call["weight"].shape[1] + 2)
 
 
 def poisoned(call: dict[str, Any]) -> dict[str, Any]:
@@ -142,7 +110,7 @@ def check(call: dict[str, Any], out: Any, pool: Any, activation: Any = "silu") -
     close_rows(pool[LAYER, ..., :old], want.astype(before.dtype)[..., :old], before[LAYER, ..., :old], used, 0)
     same(pool[LAYER, ..., old:], before[LAYER, ..., old:])
     same(pool[0], before[0])
-    if gates is not None:
+    if gates:
         heads = len(call["A_log"])
         b, a = (
             call["x"][valid, first : first + heads]
@@ -328,6 +296,54 @@ def test_every_size_lowers_in_place(monkeypatch: pytest.MonkeyPatch, D: int, hea
         lowers_in_place(make(0, lengths=(1, 1), slots=4, D=D, W=W, S=S, heads=heads, between=between), 5000, 3)
 
 
+def operator(pool: Any, rest: Any, layer: Any = LAYER, implementation: Any = None) -> Any:
+    """`causal_conv1d` itself; `pool` None: stateless."""
+    where = {} if pool is None else dict(conv_state=pool, layer=layer)
+    return causal_conv1d(**rest, **where, implementation=implementation)
+
+
+def test_the_operator_has_the_kernel() -> None:
+    """For CUDA, in place, with a pool and without; vmap and the backward pass take the XLA form."""
+    call = make(14, (F32,) * 3, S=2, D=128)
+    pool, rest = jnp.asarray(call["conv_state"]), arrays(call)
+    alone = dict(x=jnp.ones((2, 3, 128), F32), weight=rest["weight"])
+
+    def loss(pool: Any, x: Any, implementation: Any = None) -> Any:
+        y, pool = operator(pool, rest | {"x": x}, implementation=implementation)
+        return jnp.sum(y**2) + jnp.sum(jnp.sin(pool))
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    with h200():
+        traces = [jax.jit(operator).trace(None, alone), jax.jit(gradient).trace(pool, rest["x"])]
+        batched = jax.jit(jax.vmap(operator)).trace(*jax.tree.map(lambda x: jnp.stack([x, x]), (pool, rest)))
+    for traced in traces:
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+        assert "mosaic" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "mosaic" not in batched.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(operator, pool, rest, jax.ShapeDtypeStruct((), jnp.int32), donate_argnums=0)
+    assert text.count("mosaic_gpu_v2") == 1 and "tf.aliasing_output" in text
+    got = traces[1].lower(lowering_platforms=("cpu",)).compile()(pool, rest["x"])
+    by_name = jax.value_and_grad(partial(loss, implementation="xla"), argnums=(0, 1))
+    jax.tree.map(partial(close, tol=1e-6), got, by_name(pool, rest["x"]))
+
+
+def test_explain() -> None:
+    call = make(15, D=128)
+    with h200():
+        assert str(gdn_jax.explain(causal_conv1d, **call)).startswith("mosaic runs; xla is passed over")
+        assert gdn_jax.explain(causal_conv1d, np.zeros((2, 3, 128)), np.zeros((128, 4))).implementation == "mosaic"
+        for bad, why in (
+            (make(15, D=96), "a multiple of 128 channels, and `x` has 96"),
+            (make(15, D=128, W=9), "widths up to 8, and `weight` has 9"),
+            (call | {"x": call["x"][:0]}, "`x` is empty"),
+            (call | {"query_start_loc": np.zeros(1, INT)}, "has no sequence"),
+        ):
+            told = gdn_jax.explain(causal_conv1d, **bad)
+            assert told.implementation == "xla" and why in str(told), told
+        with pytest.raises(ValueError, match=r"'mosaic', which cannot run here: its kernel takes a multiple of 128"):
+            causal_conv1d(**make(15, D=96), layer=LAYER, implementation="mosaic")
+
+
 # ------------------------------------------------------------------------------------------------------------- on a GPU
 
 
@@ -351,6 +367,16 @@ def test_gpu_against_the_reference(dtypes: Any, sizes: Any) -> None:
     for lengths in (LENGTHS, (700,), (1,) * 40, (63, 64, 65, 127, 128, 129)):
         call = poisoned(make(20, dtypes, lengths, slots=70, **sizes))
         check(call, *on_gpu(call))
+
+
+@pytest.mark.gpu
+def test_gpu_the_operator_against_the_reference() -> None:
+    call = poisoned(make(24, D=1024, S=2))
+    y, pool = twice(lambda pool, rest: operator(pool, rest, LAYER, "mosaic"), call["conv_state"], arrays(call))
+    check(call, (y, ()), pool)
+    x, weight = (normal(np.random.default_rng(25), *shape, dtype=BF16) for shape in ((3, 70, 256), (256, 4)))
+    want = reference.causal_conv1d(x.astype(np.float64), weight.astype(np.float64))
+    jax.tree.map(partial(close, tol=TOL[BF16]), causal_conv1d(x, weight, implementation="mosaic"), want)
 
 
 @pytest.mark.gpu

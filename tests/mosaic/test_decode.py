@@ -8,49 +8,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import INT, close, close_rows, make_mixed, make_state, make_weights, same, starts, zero
+from batches import INT, close, close_rows, same, starts, zero
 from jax.experimental import checkify
-from kernels import BF16, DTYPES, F32, POOL_TOL, h200, interpret, lowered, twice
+from kernels import BF16, DTYPES, F32, LAYERS, POOL_TOL, h200, interpret, layer_call, layer_config, lowered, twice
 
 import gdn_jax
-from gdn_jax import GDNConfig, GDNState, reference
+from gdn_jax import GDNState, reference
 from gdn_jax.mosaic import decode
 
-LAYERS, LAYER, TAIL = 2, 1, 2
+LAYER, TAIL = 1, 2
 TOL = {BF16: 6e-3, F32: 1e-5, np.float16: 6e-3 / 4}
-
-
-def config_of(dtypes: Any, H: int = 1, HV: int = 2, K: int = 64, V: int = 64, **more: Any) -> GDNConfig:
-    dtype, state_dtype = dtypes
-    sizes = dict(num_k_heads=H, num_v_heads=HV, head_k_dim=K, head_v_dim=V, conv_kernel_dim=4)
-    return GDNConfig(**(sizes | dict(conv_dtype=dtype, ssm_dtype=state_dtype) | more))
-
-
-def make(seed: int, config: GDNConfig, dtype: Any, n: int, num_tokens: int, slots: int, bias: bool = True) -> Any:
-    """A stacked call: random weights, pools and inputs, of which the last sequences are up to the caller."""
-    rng = np.random.default_rng(seed)
-    weights = make_weights(rng, config, dtype)
-    weights = weights._replace(
-        conv_bias=weights.conv_bias if bias else None,
-        A_log=jnp.float32(weights.A_log),
-        dt_bias=jnp.float32(weights.dt_bias),
-    )
-    state, mixed = make_state(rng, config, slots, LAYERS), make_mixed(rng, config, num_tokens, dtype)
-    weights, state, mixed = jax.tree.map(np.array, (weights, state, mixed))
-    return dict(
-        weights=weights,
-        state=state,
-        mixed_qkvzba=mixed,
-        config=config,
-        state_indices=rng.permutation(slots)[:n].astype(INT),
-        norm_weight=rng.uniform(0.5, 1.5, config.head_v_dim).astype(dtype),
-    )
 
 
 def decode_call(seed: int, dtypes: Any, n: int, slots: int = 6, norm: bool = True, **sizes: Any) -> dict[str, Any]:
     """One token a sequence; every second starts from zeros, every third is padding."""
-    config = config_of(dtypes, **sizes)
-    call = make(seed, config, dtypes[0], n, n, slots)
+    config = layer_config(dtypes, **sizes)
+    call = layer_call(seed, config, dtypes[0], n, n, slots)
     index = call["state_indices"]
     index[2::3] = np.resize([-1, -7, slots, 2**31 - 1], len(index[2::3]))
     call["has_initial_state"] = np.arange(n) % 2 == 0
@@ -59,8 +32,8 @@ def decode_call(seed: int, dtypes: Any, n: int, slots: int = 6, norm: bool = Tru
 
 def verify_call(seed: int, dtypes: Any, lengths: Any, mtp_step: int, norm: bool = True, **sizes: Any) -> dict[str, Any]:
     """Ragged sequences with random accepted counts; of five or more, sequence 1 is padding and 2 has a count of 0."""
-    config, n = config_of(dtypes, mtp_step=mtp_step, **sizes), len(lengths)
-    call = make(seed, config, dtypes[0], n, sum(lengths) + TAIL, n + 2, bias=False)
+    config, n = layer_config(dtypes, mtp_step=mtp_step, **sizes), len(lengths)
+    call = layer_call(seed, config, dtypes[0], n, sum(lengths) + TAIL, n + 2, bias=False)
     call["query_start_loc"] = starts(*lengths)
     call["num_accepted_tokens"] = np.random.default_rng(seed).integers(1, mtp_step + 2, n).astype(INT)
     if n >= 5:
@@ -254,9 +227,9 @@ def test_explain() -> None:
             (dict(K=256, V=256), "up to 32768 elements a head"),
             (dict(HV=16), "up to 8 value heads a key head, and there are 16"),
         ):
-            told = gdn_jax.explain("gdn_decode", config=config_of((BF16, BF16), **sizes))
+            told = gdn_jax.explain("gdn_decode", config=layer_config((BF16, BF16), **sizes))
             assert told.implementation == "xla" and why in str(told), told
-        told = gdn_jax.explain("gdn_mtp_decode", config=config_of((BF16, BF16), mtp_step=8))
+        told = gdn_jax.explain("gdn_mtp_decode", config=layer_config((BF16, BF16), mtp_step=8))
         assert "mtp_step up to 7" in str(told)
         none = call | {"mixed_qkvzba": call["mixed_qkvzba"][:0]}
         assert "`mixed_qkvzba` is empty" in str(gdn_jax.explain("gdn_decode", **none))
@@ -363,12 +336,12 @@ def test_gpu_mtp_04_a_verify_step_has_the_bits_of_decode_steps() -> None:
 def test_gpu_random_batches(drafts: int) -> None:
     """500 batches in one static shape: other slots, lengths (some too long), accepted counts, flags and padding each time."""
     n, slots, longest = 5, 7, drafts + 1
-    config = config_of((F32, F32), H=2, HV=4, mtp_step=drafts)
+    config = layer_config((F32, F32), H=2, HV=4, mtp_step=drafts)
     operator = gdn_jax.gdn_mtp_decode if drafts else gdn_jax.gdn_decode
     step = jax.jit(partial(operator, config=config, layer=LAYER, implementation="mosaic"))
     for seed in range(500):
         rng = np.random.default_rng(seed)
-        call = make(seed, config, F32, n, n * (longest + 1) if drafts else n, slots)
+        call = layer_call(seed, config, F32, n, n * (longest + 1) if drafts else n, slots)
         bad = rng.choice([-1, -7, slots, 2**31 - 1], n)
         call["state_indices"] = np.where(rng.random(n) < 0.2, bad, call["state_indices"]).astype(INT)
         if drafts:
