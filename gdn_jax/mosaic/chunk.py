@@ -105,7 +105,7 @@ def prepare(
     num_k_heads: int,
     num_v_heads: int,
     use_qk_l2norm: bool,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """`q`, `k` `[T, …]` with head h of k_dim columns at `first[0] + h k_dim` and `first[1] + h k_dim`, `g`, `beta` `[T, HV]`
     float32, HV a multiple of 4; `starts`, `tokens` int32, the chunks (`tokens` 0: none), `scale` `[1]`. T is at least C.
 
@@ -117,7 +117,6 @@ def prepare(
     fine = jnp.float16 if use_qk_l2norm or dtype == jnp.float16 else jnp.bfloat16
     blocks = group * C // BLOCK
     layout = block_layout(blocks, BLOCK)
-    padded = g.shape[1]
 
     def body(*refs: Any) -> None:
         q_ref, k_ref, g_ref, beta_ref, start_ref, tokens_ref, scale_ref, t_ref, p_ref, vectors_ref = refs[:10]
@@ -501,16 +500,16 @@ def rule(
     Returns `o` `[T, HV V]` in `v.dtype` and the updated pool.
     """
     num_tokens = v.shape[0]
-    heads = dict(num_k_heads=num_k_heads, num_v_heads=num_v_heads)
+    heads: dict[str, Any] = dict(num_k_heads=num_k_heads, num_v_heads=num_v_heads)
     rows, more_heads = max(0, C - num_tokens), -num_v_heads % 4
     if rows:
         q, k, v = (jnp.pad(x, ((0, rows), (0, 0))) for x in (q, k, v))
     if rows or more_heads:
         g, beta = (jnp.pad(x, ((0, rows), (0, more_heads))) for x in (g, beta))
     _, starts, tokens = tile_table(batch.starts, batch.lengths, num_tokens, C)
-    options = dict(first=first[:2], k_dim=k_dim, use_qk_l2norm=use_qk_l2norm, **heads)
-    prepared = prepare(q, k, g, beta, starts, tokens, scale[None], **options)
-    o, pool = follow(q, k, v, *prepared, pool, batch, ends, first=first, k_dim=k_dim, v_dim=v_dim, **heads)
+    options: dict[str, Any] = dict(first=first[:2], k_dim=k_dim, use_qk_l2norm=use_qk_l2norm, **heads)
+    t, p, vectors = prepare(q, k, g, beta, starts, tokens, scale[None], **options)
+    o, pool = follow(q, k, v, t, p, vectors, pool, batch, ends, first=first, k_dim=k_dim, v_dim=v_dim, **heads)
     return o[:num_tokens], pool
 
 
@@ -538,8 +537,11 @@ def chunk(
         wide = [x.astype(f32) for x in (q, k)]
         q, k = ((x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)).astype(q.dtype) for x in wide)
         use_qk_l2norm = False
+    q2, k2, v2 = (x.reshape(num_tokens, -1) for x in (q, k, v))
     o, pool = rule(
-        *(x.reshape(num_tokens, -1) for x in (q, k, v)),
+        q2,
+        k2,
+        v2,
         g.astype(f32),
         beta.astype(f32),
         pool,

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 from jax._src import config as jax_config
+from jax._src.pallas.mosaic_gpu.core import WGMMAAccumulatorRef
 from jax._src.pallas.mosaic_gpu.primitives import wgmma_accumulator_load
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
@@ -191,7 +192,7 @@ class Accumulator:
     """A sum of matrix products in registers, float32. Products run in the order of all `add`s, and nobody waits before `read`."""
 
     def __init__(self, ref: Any, shape: tuple[int, int]) -> None:
-        self.ref, self.value = ref, None if ref is not None else jnp.zeros(shape, f32)
+        self.ref, self.value = ref, jnp.zeros(shape if ref is None else (), f32)
 
     def set(self, x: Array) -> None:
         """The sum starts from `x`."""
@@ -221,7 +222,7 @@ def accumulate(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     def scope(*refs: Any) -> Any:
         return f(*(Accumulator(ref, shape) for ref, shape in zip(refs, shapes)))
 
-    return pl.run_scoped(scope, *(plgpu.ACC(shape, f32) for shape in shapes))
+    return pl.run_scoped(scope, *(WGMMAAccumulatorRef(shape, f32) for shape in shapes))
 
 
 def product(a: Any, b: Any, start: Array | None = None) -> Array:

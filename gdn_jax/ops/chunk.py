@@ -42,7 +42,7 @@ def _run(
     batch = resolve(starts=starts, lengths=lengths, num_slots=num_slots, num_layers=num_layers, layer=at, **indices)
 
     def on_xla(q, k, v, g, beta, pool, batch, ends, scale):
-        options = dict(use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size)
+        options: dict[str, Any] = dict(use_qk_l2norm=use_qk_l2norm, chunk_size=chunk_size)
         return xla.chunk.chunk(q, k, v, g, beta, pool, batch, scale=scale, **options)
 
     arguments = (q, k, v, g, beta, pool, batch, starts + lengths, scale)
