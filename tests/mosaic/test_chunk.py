@@ -100,9 +100,9 @@ def check(call: dict[str, Any], o: Any, pool: Any, norm: bool = True, tol: float
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_against_the_reference(dtypes: Any) -> None:
-    for K, V in ((64, 128), (128, 64)):
-        call = poisoned(make(K, (70, 0, 1, 5, 64, 130), dtypes, K, V, behind=67))
-        check(call, *run(call))
+    K, V = (64, 128) if dtypes[0] == dtypes[1] else (128, 64)
+    call = poisoned(make(K, (70, 0, 1, 5, 64), dtypes, K, V, HV=1, behind=67))
+    check(call, *run(call))
 
 
 @pytest.mark.parametrize("chains", [1, 2])
@@ -113,13 +113,13 @@ def test_one_or_two_states_a_cta(monkeypatch: pytest.MonkeyPatch, chains: int) -
     check(call, *run(call))
 
 
-@pytest.mark.parametrize(("H", "HV"), [(1, 3), (1, 8), (2, 4), (3, 3)])
+@pytest.mark.parametrize(("H", "HV"), [(1, 3), (2, 4)])
 def test_value_heads_of_a_key_head(H: int, HV: int) -> None:
     call = poisoned(make(2, (67,), (BF16, F32), 64, 64, H=H, HV=HV))
     check(call, *run(call))
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 63, 65, 127, 128, 129])
+@pytest.mark.parametrize("length", [1, 16, 63, 128, 129])
 def test_lengths(length: int) -> None:
     call = poisoned(make(length, (length,), (BF16, BF16), 64, 64, HV=1))
     check(call, *run(call))
@@ -155,8 +155,8 @@ STRANGE = ["decay", "no decay", "one key", "large", "beta"]
 
 @pytest.mark.parametrize("what", STRANGE)
 def test_extreme_values(what: str) -> None:
-    for dtype in (BF16, F16):
-        call = strange(what, make(5, (140,), (dtype, F32), 64, 64, HV=1))
+    for dtype in (BF16, F16) if what in ("large", "decay") else (BF16,):
+        call = strange(what, make(5, (100,), (dtype, F32), 64, 64, HV=1))
         check(call, *run(call))
 
 
