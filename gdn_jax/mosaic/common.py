@@ -6,7 +6,7 @@ comes from shared memory) in several rows, so that a sum over K is a sum in the 
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -244,26 +244,83 @@ def tile_transforms(dtype: DTypeLike) -> tuple[Any, ...]:
     return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
 
 
-def two_views(shape: tuple[int, ...], dtype: DTypeLike, plain: bool = False) -> Any:
-    """Shared memory for 64 x 64 matrices of 16 bits that TMA moves to or from any row of an array; `views` tells them apart.
+class Views(NamedTuple):
+    """The same bytes of 64 x 64 matrices of 16 bits: as products take them, as TMA moves them to or from any row of an array,
+    and in no order, for copies of a few rows.
 
     A copy between the tiled form, which products need, and global memory has to begin at a multiple of 8 rows. The bytes of
     64 swizzled rows of 128 bytes are the same without the tiling: TMA gets this view.
     """
-    tiled, swizzled = (
-        plgpu.SMEM(shape, dtype, transforms=x) for x in (tile_transforms(dtype), tile_transforms(dtype)[1:])
-    )
-    if interpreted():
-        return plgpu.SMEM(shape, dtype)
-    return plgpu.RefUnion([tiled], [swizzled], *([[plgpu.SMEM(shape, dtype)]] if plain else []))
+
+    tiled: Any
+    moved: Any
+    plain: Any
 
 
-def views(scratch: Any) -> tuple[Any, Any, Any]:
-    """What `two_views` made: for products, for TMA, and with `plain` for copies of a few rows, its bytes in no order."""
+class Memory:
+    """Shared memory by name: shape, dtype, and its use, "rows" and "moved" for `Views` with and without the last, "tiled" for
+    what only products take, "plain" for the rest.
+    """
+
+    USES = "rows", "moved", "tiled", "plain"
+
+    def __init__(self, **arrays: tuple[tuple[int, ...], DTypeLike, str]) -> None:
+        self.arrays = dict(sorted(arrays.items(), key=lambda item: self.USES.index(item[1][2])))
+
+    def views(self) -> list[list[Any]]:
+        """Groups of refs that alias: in each, what comes first in all of them stands at the same place."""
+
+        def group(uses: Sequence[str], transforms: Callable[[Any, str], tuple[Any, ...]]) -> list[Any]:
+            some = (x for x in self.arrays.values() if x[2] in uses)
+            return [plgpu.SMEM(shape, dtype, transforms=transforms(dtype, use)) for shape, dtype, use in some]
+
+        return [
+            group(self.USES, lambda dtype, use: () if use == "plain" else tile_transforms(dtype)),
+            group(self.USES[:2], lambda dtype, use: tile_transforms(dtype)[1:]),
+            group(self.USES[:1], lambda dtype, use: ()),
+        ]
+
+    def named(self, refs: Sequence[Any]) -> dict[str, Any]:
+        """The refs that a kernel got for `views()`."""
+        out: dict[str, Any] = {}
+        for i, (name, (_, _, use)) in enumerate(self.arrays.items()):
+            seen = [group[i] for group in refs if i < len(group)]
+            out[name] = Views(seen[0], seen[1], seen[-1]) if use in self.USES[:2] else seen[0]
+        return out
+
+
+def overlay(*memories: Memory) -> Any:
+    """Scratch memory that serves any one of these; `parts_of` tells them apart."""
     if interpreted():
-        return scratch, scratch, scratch
-    refs = [ref for (ref,) in scratch]
-    return refs[0], refs[1], refs[-1]
+        return [plgpu.SMEM(shape, dtype) for shape, dtype, _ in memories[0].arrays.values()]
+    return plgpu.RefUnion(*(group for memory in memories for group in memory.views() if group))
+
+
+def parts_of(scratch: Any, *memories: Memory) -> list[dict[str, Any]]:
+    """What `overlay` of the same memories made, by name."""
+    if interpreted():
+        return [memories[0].named([scratch] * 3)]
+    out, rest = [], list(scratch)
+    for memory in memories:
+        count = sum(bool(group) for group in memory.views())
+        out.append(memory.named(rest[:count]))
+        rest = rest[count:]
+    return out
+
+
+def flags(shape: tuple[int, ...]) -> Any:
+    """Flags of zeros in global memory, for all CTAs of a launch."""
+    return pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
+
+
+def raise_flag(flag: Any) -> None:
+    """Tells other CTAs that what this warpgroup has stored by TMA, and waited for, is there."""
+    plgpu.semaphore_signal(flag, 1, memory_scope="gpu")
+
+
+def await_flag(flag: Any) -> None:
+    """Waits for `raise_flag`."""
+    plgpu.semaphore_wait(flag, 1, decrement=False, memory_scope="gpu")
 
 
 def store_rows(tile: Any, out: Callable[[Any], Any], first: Any, count: Any, most: int = 64) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from gdn_jax.mosaic.chunk import chunk, rule
+from gdn_jax.mosaic.prepare import Heads
 from gdn_jax.mosaic.prologue import prologue
 from gdn_jax.types import GDNConfig, GDNWeights
 from gdn_jax.varlen import Batch, state_rows
@@ -34,6 +35,5 @@ def prefill(
         q, k = (x.reshape(-1, h, k_dim) for x in (q, k))
         o, ssm = chunk(q, k, v.reshape(-1, hv, v_dim), *of_rule, use_qk_l2norm=True)
     else:
-        sizes = dict(k_dim=k_dim, v_dim=v_dim, num_k_heads=h, num_v_heads=hv)
-        o, ssm = rule(qkv, qkv, qkv, *of_rule, first=first, **sizes, use_qk_l2norm=True)
+        o, ssm = rule(qkv, qkv, qkv, *of_rule, heads=Heads(h, hv, k_dim, v_dim, first), use_qk_l2norm=True)
     return o.reshape(-1, hv, v_dim), conv, ssm

@@ -1,0 +1,283 @@
+"""What a chunk of 64 tokens needs before its sequence's state is known: T, P and the vectors of `chunk`.
+
+A warpgroup takes one chunk and one or two value heads, which share k.k and q.k, after the other. What it reads comes by TMA
+while the item before is worked on. The inverse is substitution in the 16 x 16 blocks on the diagonal, all of them at once, then
+products.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array, lax
+
+from gdn_jax.mosaic.common import (
+    COL,
+    ROW,
+    WGMMA,
+    Accumulator,
+    Memory,
+    accumulate,
+    block_layout,
+    f32,
+    i32,
+    interpreted,
+    product,
+)
+
+C = 64  # tokens of a chunk, and columns of a tile of the state
+BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
+LEAST_G = -104.0  # e^g is 0 in float32 from here on; running sums of larger g's would lose digits
+E1, W, EQ, DECAY = range(4)  # the vectors of a chunk; the last is e^{b_C} in every element
+
+
+class Heads(NamedTuple):
+    """The sizes of the rule, and the columns of q, k and v where the first head of each begins."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    first: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def shared(self) -> int:
+        """Value heads of a key head."""
+        return self.num_v_heads // self.num_k_heads
+
+    @property
+    def group(self) -> int:
+        """Value heads that are prepared together."""
+        return 2 if self.shared % 2 == 0 else 1
+
+    @property
+    def halves(self) -> int:
+        """Tiles of 64 rows of a state."""
+        return self.k_dim // C
+
+
+def rows(x: Array) -> Array:
+    """A vector (ROW) beside itself."""
+    return lax.broadcast_in_dim(x, (C, C), [0])
+
+
+def columns(x: Array) -> Array:
+    """A vector (COL) below itself."""
+    return lax.broadcast_in_dim(x, (C, C), [1])
+
+
+def substitute(entry: Callable[[int, int], Array], blocks: int, like: Callable[[Array], Array]) -> list[Array]:
+    """Row by row `(I + a)^-1` of `blocks` strictly lower triangular blocks `[BLOCK, BLOCK]`; `entry(i, j)` `[blocks]` is a_ij
+    of each, and every row comes as `[blocks, BLOCK]`.
+    """
+    column = like(lax.broadcasted_iota(i32, (blocks, BLOCK), 1))
+    one, zero = (like(jnp.full((blocks, BLOCK), x, f32)) for x in (1, 0))
+    done: list[Array] = []
+    for i in range(BLOCK):
+        row = jnp.where(column == i, one, zero)
+        for j in range(i):
+            row = row - like(lax.broadcast_in_dim(entry(i, j), (blocks, BLOCK), [0])) * done[j]
+        done.append(row)
+    return done
+
+
+class Preparation:
+    """The memory and the work of a CTA of `warpgroups` that prepares chunks."""
+
+    def __init__(self, heads: Heads, dtype: Any, use_qk_l2norm: bool, warpgroups: int) -> None:
+        self.heads, self.dtype, self.use_qk_l2norm, self.warpgroups = heads, dtype, use_qk_l2norm, warpgroups
+        # The inverse in 10 bits more than its result has; keys that are not normalised may need the range instead.
+        self.fine = jnp.float16 if use_qk_l2norm or dtype == jnp.float16 else jnp.bfloat16
+        self.parts = heads.num_v_heads // heads.group
+        tile, each = (warpgroups, C, C), (warpgroups, heads.group)
+        self.memory = Memory(
+            k=((warpgroups, heads.halves, C, C), dtype, "moved"),
+            q=((warpgroups, heads.halves, C, C), dtype, "moved"),
+            m=(tile, self.fine, "tiled"),
+            d=(tile, self.fine, "tiled"),
+            out=(tile, dtype, "tiled"),
+            small=((warpgroups, heads.group * C, BLOCK), f32, "plain"),
+            g=((warpgroups, C, 4), f32, "plain"),
+            beta=((warpgroups, C, 4), f32, "plain"),
+            vectors=((warpgroups, 4, C), f32, "plain"),
+            gates=((*each, 3, C), f32, "plain"),
+            keys=((warpgroups, C), f32, "plain"),
+        )
+        several = max(2, warpgroups)  # one barrier has no index
+        self.barriers = dict(
+            k_here=plgpu.Barrier(num_arrivals=heads.halves, num_barriers=several),
+            q_here=plgpu.Barrier(num_arrivals=heads.halves, num_barriers=several),
+            gates_here=plgpu.Barrier(num_arrivals=2, num_barriers=several),
+        )
+
+    def ctas(self, chunks: int, most: int) -> int:
+        """CTAs that so many chunks keep busy."""
+        return min(most, -(-chunks * self.parts // self.warpgroups))
+
+    def work(
+        self, ref: Any, sm: Any, cta: Array, ctas: int, wg: Array, done: Callable[..., None] | None = None
+    ) -> None:
+        """What warpgroup `wg` of CTA `cta` of `ctas` does; `done(chunk, part)` is called when what belongs to them is in global
+        memory.
+        """
+        parts, chunks = self.parts, ref["starts"].shape[0]
+        first, stride = cta * self.warpgroups + wg, ctas * self.warpgroups
+
+        def entry(item: Array) -> tuple[Array, Array]:
+            """The first token of an item's chunk and how many it has."""
+            chunk = jnp.minimum(lax.div(item, i32(parts)), chunks - 1)
+            return ref["starts"][chunk], jnp.where(item < chunks * parts, ref["tokens"][chunk], 0)
+
+        def fetch(item: Array, start: Array, count: Array) -> None:
+            @pl.when(count > 0)
+            def _() -> None:
+                self.fetch(ref, sm, wg, lax.rem(item, i32(parts)), pl.ds(start, C))
+
+        def turn(n: Array, count: Array) -> Array:
+            item = first + n * stride
+            after, (start, count_after) = item + stride, entry(item + stride)
+
+            @pl.when(count > 0)
+            def _() -> None:
+                chunk, part = lax.div(item, i32(parts)), lax.rem(item, i32(parts))
+                self.item(ref, sm, wg, chunk, part, count, lambda: fetch(after, start, count_after))
+                if done is not None:
+                    plgpu.wait_smem_to_gmem(0)
+                    done(chunk, part)
+
+            @pl.when(count == 0)
+            def _() -> None:
+                fetch(after, start, count_after)
+
+            return count_after
+
+        start, count = entry(first)
+        fetch(first, start, count)
+        lax.fori_loop(0, lax.div(chunks * parts - first + (stride - 1), i32(stride)), turn, count)
+        plgpu.wait_smem_to_gmem(0)
+
+    def fetch(self, ref: Any, sm: Any, wg: Array, part: Array, here: Any) -> None:
+        """Starts the copies of what an item reads."""
+        heads = self.heads
+        four = pl.multiple_of(lax.div(part * heads.group, i32(4)) * 4, 4)  # TMA moves multiples of 16 bytes
+        for name in ("g", "beta"):
+            plgpu.copy_gmem_to_smem(ref[name].at[here, pl.ds(four, 4)], sm[name].at[wg], sm["gates_here"].at[wg])
+        head = lax.div(part, i32(heads.shared // heads.group))
+        for name, begin in (("k", heads.first[1]), ("q", heads.first[0])):
+            for half in range(heads.halves):
+                source = ref[name].at[here, pl.ds(begin + head * heads.k_dim + half * C, C)]
+                plgpu.copy_gmem_to_smem(source, sm[name].moved.at[wg, half], sm[f"{name}_here"].at[wg])
+
+    def item(
+        self, ref: Any, sm: Any, wg: Array, chunk: Array, part: Array, count: Array, next_ones: Callable[[], None]
+    ) -> None:
+        """One chunk, of `count` tokens, and the value heads of one part; `next_ones` is called when what was fetched is read."""
+        halves, group, fine = self.heads.halves, self.heads.group, self.fine
+        gates_sm, vectors_sm, out_sm, m_sm, d_sm = (sm[x].at[wg] for x in ("gates", "vectors", "out", "m", "d"))
+        k_tile, q_tile = (sm[x].tiled.at[wg] for x in "kq")
+
+        def put(ref: Any, x: Array) -> Any:
+            plgpu.commit_smem()  # every warp has done what it read there
+            ref[...] = x.astype(ref.dtype)
+            plgpu.commit_smem()
+            return ref
+
+        i, j = (plgpu.broadcasted_iota(i32, (C, C), axis, layout=WGMMA) for axis in (0, 1))
+        in_block = (i ^ j) < BLOCK
+        real = plgpu.broadcasted_iota(i32, (C,), 0, layout=ROW) < count
+        i_real = jnp.where(i < count, i, -1)  # rows behind the sequence's end belong to others, who may be NaN
+        zero, none = jnp.zeros((C, C), f32), plgpu.layout_cast(jnp.zeros((C,), f32), ROW)
+
+        plgpu.barrier_wait(sm["gates_here"].at[wg])
+        writes = []
+        for r in range(group):
+            of = lax.rem(part * group + r, i32(4))
+            raw = [plgpu.load(sm[x].at[wg, :, of], layout=ROW, optimized=False) for x in ("g", "beta")]
+            decay, write = (jnp.where(real, x, none) for x in (jnp.maximum(raw[0], LEAST_G), raw[1]))
+            gates_sm[r, 0], gates_sm[r, 1] = decay, write
+            writes.append(write)
+        plgpu.commit_smem()
+        for r in range(group):  # running sums of g: exact, no scan
+            along = plgpu.load(gates_sm.at[r, 0], layout=COL)
+            gates_sm[r, 2] = plgpu.layout_cast(jnp.sum(jnp.where(i >= j, columns(along), zero), axis=1), ROW)
+
+        def over_norm(x: list[Array]) -> Array:
+            if not self.use_qk_l2norm:
+                return jnp.where(real, plgpu.layout_cast(jnp.ones((C,), f32), ROW), none)
+            squares = [plgpu.layout_cast(jnp.sum(jnp.square(y.astype(f32)), axis=1), ROW) for y in x]
+            return jnp.where(real, lax.rsqrt(sum(squares[1:], squares[0]) + 1e-6), none)
+
+        def grams(kk: Accumulator, qk: Accumulator) -> tuple[Array, ...]:
+            norms = []
+            for total, tile, barrier in ((kk, k_tile, "k_here"), (qk, q_tile, "q_here")):
+                plgpu.barrier_wait(sm[barrier].at[wg])
+                lines = [plgpu.load(tile.at[half], layout=WGMMA) for half in range(halves)]
+                for half, x in enumerate(lines):
+                    total.add(x, k_tile.at[half].transpose((1, 0)))
+                norms.append(over_norm(lines))
+            return kk.read(halves), qk.read(), *norms
+
+        kk, qk, of_k, of_q = accumulate(grams, (C, C), (C, C))
+        sm["keys"][wg] = of_k
+        plgpu.commit_smem()
+        next_ones()
+        of_q = of_q * plgpu.layout_cast(lax.broadcast_in_dim(ref["scale"][0], (C,), ()), ROW)
+        along_k = columns(plgpu.load(sm["keys"].at[wg], layout=COL))
+        kk, qk = kk * along_k * rows(of_k), qk * along_k * rows(of_q)
+
+        lower = []
+        for r in range(group):
+            hv = part * group + r
+            down, along = plgpu.load(gates_sm.at[r, 2], layout=ROW), plgpu.load(gates_sm.at[r, 2], layout=COL)
+            end = plgpu.load(gates_sm.at[r, 2, C - 1])
+            decay = jnp.exp(rows(down) - columns(along))
+            a = jnp.where(i_real > j, kk * decay * rows(writes[r]), zero)
+            diagonal = jnp.where(in_block, a, zero)
+            sm["small"][wg, pl.ds(r * C, C)] = sum(
+                (diagonal[:, at : at + BLOCK] for at in range(BLOCK, C, BLOCK)), diagonal[:, :BLOCK]
+            )
+            lower.append(jnp.where(in_block, zero, a).astype(fine))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_sm[...] = jnp.where(i_real >= j, qk * decay, zero).astype(self.dtype)
+            since = jnp.exp(down)
+            vectors_sm[E1], vectors_sm[EQ] = of_k * since, of_q * since
+            vectors_sm[W] = of_k * jnp.exp(end - down)
+            vectors_sm[DECAY] = jnp.exp(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_sm, ref["p"].at[chunk, hv])
+            plgpu.copy_smem_to_gmem(vectors_sm, ref["vectors"].at[chunk, hv])
+
+        self.invert(sm["small"].at[wg])
+        for r in range(group):
+            # With D the inverse of the blocks and L what is left below them: T = (I - D L)(I + (D L)^2) D, as (D L)^4 = 0.
+            narrow = plgpu.load(sm["small"].at[wg, pl.ds(r * C, C)], layout=WGMMA, optimized=False)
+            d = jnp.where(in_block, lax.concatenate([narrow] * (C // BLOCK), 1), zero)
+            d_sm[...] = d.astype(fine)
+            m = product(d.astype(fine), put(m_sm, lower[r]))
+            square = product(m.astype(fine), put(m_sm, m))
+            y = product(square.astype(fine), d_sm, d)
+            t = product((-m).astype(fine), put(d_sm, y), y)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            put(out_sm, t * columns(plgpu.load(gates_sm.at[r, 1], layout=COL)))
+            plgpu.copy_smem_to_gmem(out_sm, ref["t"].at[chunk, part * group + r])
+
+    def invert(self, small: Any) -> None:
+        """`(I + a)^-1` of the strictly lower triangular blocks a `[group C / BLOCK, BLOCK, BLOCK]` in shared memory, in place."""
+        blocks = self.heads.group * C // BLOCK
+        if interpreted():
+            a = small[...].reshape(blocks, BLOCK, BLOCK)
+            inverse = substitute(lambda row, column: a[:, row, column], blocks, lambda x: x)
+            small[...] = jnp.stack(inverse, axis=1).reshape(small.shape)
+        else:
+            cut, layout = small.reshape(blocks, BLOCK, BLOCK), block_layout(blocks, BLOCK)
+
+            def entry(row: int, column: int) -> Array:
+                return plgpu.load(cut.at[:, row, column], layout=layout.reduce(1), optimized=False)
+
+            inverse = substitute(entry, blocks, lambda x: plgpu.layout_cast(x, layout))
+            plgpu.commit_smem()  # everybody has read
+            for row, x in enumerate(inverse):
+                cut[:, row, :] = x
+        plgpu.commit_smem()
