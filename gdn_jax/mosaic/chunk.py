@@ -32,7 +32,7 @@ from gdn_jax.mosaic.prepare import C, Heads, Preparation
 from gdn_jax.varlen import Batch, tile_base, tile_table
 
 SMS = 132
-WARPGROUPS = 3  # of a CTA that prepares: as many as have the registers and the memory they need
+TOGETHER = 2  # warpgroups of a CTA, where both parts run in one launch
 
 
 STAGES = 3  # chunks in shared memory
@@ -82,7 +82,6 @@ def rule(
         g, beta = (jnp.pad(x, ((0, rows), (0, more_heads))) for x in (g, beta))
     _, starts, tokens = tile_table(batch.starts, batch.lengths, num_tokens, C)
     chunks, tiles = starts.shape[0], n * num_v_heads * heads.v_dim // C
-    prepare = Preparation(heads, dtype, use_qk_l2norm, WARPGROUPS)
     given = dict(q=q, k=k, g=g, beta=beta, starts=starts, tokens=tokens, scale=scale[None])
     matrix = jax.ShapeDtypeStruct((chunks, num_v_heads, C, C), dtype)
     made: dict[str, Any] = dict(t=matrix, p=matrix, vectors=jax.ShapeDtypeStruct((chunks, num_v_heads, 4, C), f32))
@@ -96,7 +95,7 @@ def rule(
 
     pieces = segments(tiles, num_tokens // n)
     if pieces == 1 and at_once(tiles):
-        walk = Walk(heads, dtype, pool, n, 1, STAGES)
+        prepare, walk = Preparation(heads, dtype, use_qk_l2norm, TOGETHER), Walk(heads, dtype, pool, n, 1, STAGES)
         ctas = prepare.ctas(chunks, SMS - walk.ctas)
 
         def both(ref: Any, of_prepare: Any, of_walk: Any, cta: Array, wg: Array) -> None:
@@ -114,15 +113,16 @@ def rule(
                 walk.work(ref, of_walk, cta - ctas, wg, ready)
 
         ins = given | dict(v=v) | places
-        *_, o, pool = _run(both, "gdn_chunk", ctas + walk.ctas, WARPGROUPS, (prepare, walk), ins, pool, made | outs)
+        *_, o, pool = _run(both, "gdn_chunk", ctas + walk.ctas, TOGETHER, (prepare, walk), ins, pool, made | outs)
         return o[:num_tokens], pool
 
-    ctas = prepare.ctas(chunks, SMS)
+    prepare = Preparation(heads, dtype, use_qk_l2norm, 1)
+    ctas = prepare.ctas(chunks, 2 * SMS)  # two have room on an SM
 
     def first(ref: Any, sm: Any, cta: Array, wg: Array) -> None:
         prepare.work(ref, sm, cta, ctas, wg)
 
-    prepared = _run(first, "gdn_chunk_prepare", ctas, WARPGROUPS, (prepare,), given, None, made)
+    prepared = _run(first, "gdn_chunk_prepare", ctas, 1, (prepare,), given, None, made)
     read = dict(q=q, k=k, v=v, **dict(zip(made, prepared)))
 
     def follow(pool: Array, places: dict[str, Array], outs: dict[str, Any], **more: Array) -> tuple[Array, ...]:
@@ -178,12 +178,14 @@ def _run(
             sm | {name: rest.pop(0) for name in worker.barriers}
             for sm, worker in zip(parts_of(scratch, *memories), workers)
         ]
-        body(ref, *own, lax.axis_index("cta"), lax.axis_index("wg"))
+        body(ref, *own, lax.axis_index("cta"), lax.axis_index("wg") if warpgroups > 1 else 0)
 
     barriers = (barrier for worker in workers for barrier in worker.barriers.values())
     scratch = (overlay(*memories), *barriers)
     arrays = tuple(ins.values()), tuple(pools.values()), tuple(outs.values())
-    return launch(named, name, dict(cta=ctas), *arrays, scratch, warpgroups=warpgroups, lane=True)
+    return launch(
+        named, name, dict(cta=ctas), *arrays, scratch, warpgroups=warpgroups if warpgroups > 1 else None, lane=True
+    )
 
 
 def _cut(places: dict[str, Array], parts: int) -> dict[str, Array]:

@@ -225,18 +225,6 @@ def accumulate(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     return pl.run_scoped(scope, *(WGMMAAccumulatorRef(shape, f32) for shape in shapes))
 
 
-def product(a: Any, b: Any, start: Array | None = None) -> Array:
-    """`start + a @ b`, as `Accumulator.add`."""
-
-    def f(total: Accumulator) -> Array:
-        if start is not None:
-            total.set(start)
-        total.add(a, b)
-        return total.read()
-
-    return accumulate(f, (a.shape[0], b.shape[1]))
-
-
 def tile_transforms(dtype: DTypeLike) -> tuple[Any, ...]:
     """Of a matrix in shared memory that the tensor cores read, in rows of 128 bytes."""
     tiling: Any = plgpu.TilingTransform

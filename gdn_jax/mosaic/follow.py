@@ -6,6 +6,7 @@ chunks by TMA.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -54,6 +55,8 @@ class Walk:
             alone=plgpu.Barrier(num_arrivals=self.copies),
             free=plgpu.Barrier(num_arrivals=chains, num_barriers=ring),
         )
+        if outputs:
+            self.barriers |= {name: plgpu.Barrier(num_barriers=max(2, chains)) for name in ("o_here", "o_free")}
 
     @property
     def ctas(self) -> int:
@@ -117,7 +120,22 @@ class Walk:
                         sm["v"].tiled[slot, at] = plgpu.layout_cast(jnp.zeros((C, C), self.dtype), WGMMA)
                 plgpu.commit_smem()
 
-        @pl.loop(0, chunks)
+        def send(c: Array) -> None:
+            """The outputs of a whole chunk, to where they belong."""
+            for at in range(self.chains):
+                plgpu.barrier_wait(sm["o_here"].at[at])
+                plgpu.commit_smem()
+                there = ref["o"].at[pl.ds(start + c * C, C), pl.ds(hv * heads.v_dim + (first + at) * C, C)]
+                plgpu.copy_smem_to_gmem(sm["o"].moved.at[at], there)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for at in range(self.chains):
+                plgpu.barrier_arrive(sm["o_free"].at[at])
+
+        if self.outputs:
+            for at in range(self.chains):
+                plgpu.barrier_arrive(sm["o_free"].at[at])
+
+        @pl.loop(0, jnp.where(chunks > 0, chunks + ring, 0))
         def _(c: Array) -> None:
             slot, count = lax.rem(c, i32(ring)), length - c * C
 
@@ -129,7 +147,7 @@ class Walk:
             def _() -> None:
                 copy(c, slot, sm["arrived"].at[slot])
 
-            @pl.when(count < C)
+            @pl.when((count > 0) & (count < C))
             def _() -> None:  # rows of others, who may be NaN: zero times them is not zero
                 copy(c, slot, sm["alone"])
                 plgpu.barrier_wait(sm["alone"])
@@ -141,9 +159,11 @@ class Walk:
                 plgpu.commit_smem()
                 arrive(sm["arrived"].at[slot], self.copies)
 
-        @pl.loop(jnp.maximum(chunks - ring, 0), chunks)
-        def _(c: Array) -> None:
-            plgpu.barrier_wait(sm["free"].at[lax.rem(c, i32(ring))])
+            if self.outputs:
+
+                @pl.when((c >= ring) & (c - ring < chunks - 1))
+                def _() -> None:
+                    send(c - ring)
 
     def chain(self, ref: Any, sm: Any, i: Array, hv: Array, tile: Array, wg: Array) -> None:
         """One tile of a state, and its columns of the outputs."""
@@ -163,22 +183,14 @@ class Walk:
                 x = plgpu.load(state_at(*at, half), layout=TRANSPOSED, optimized=False)
                 return plgpu.layout_cast(x, WGMMA).astype(f32)
 
-            return (
-                given()
-                if "given" in ref
-                else lax.cond(read >= 0, given, lambda: plgpu.layout_cast(jnp.zeros((C, C), f32), WGMMA))
-            )
+            if "given" in ref:
+                return given()
+            return lax.cond(read >= 0, given, lambda: plgpu.layout_cast(jnp.zeros((C, C), f32), WGMMA))
 
-        def store(c: Array, x: Array) -> None:
-            """The outputs of a whole chunk; stmatrix turns them."""
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o.tiled.transpose((1, 0))[...] = x
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(o.moved, ref["o"].at[pl.ds(start + c * C, C), out])
-
-        def step(c: Array, carry: Any) -> Any:
-            states, sides, *o_before = carry
-            slot = lax.rem(c, i32(ring))
+        def step(
+            y: Accumulator | None, before: Callable[[], Array], c: Array, slot: Any, states: Any, sides: Any
+        ) -> Any:
+            """One chunk. Its outputs stay in `y` until the next one has begun, which stores what `before` gives."""
             plgpu.barrier_wait(sm["arrived"].at[slot])
             keys = [sm["k"].tiled.at[slot, half] for half in range(halves)]
             values, t = (x.transpose((1, 0)) for x in (sm["v"].tiled.at[slot, wg], sm["t"].at[slot]))
@@ -186,41 +198,74 @@ class Walk:
             def vector(which: int) -> Array:
                 return columns(plgpu.load(sm["vectors"].at[slot, which], layout=COL))
 
-            def chunk(x: Accumulator, u: Accumulator, *sums: Accumulator) -> Any:
-                after, y = sums[:halves], sums[halves:]
+            def chunk(x: Accumulator, u: Accumulator, *after: Accumulator) -> Any:
                 for side, key in zip(sides, keys):
                     x.add(side, key.transpose((1, 0)))
                 u.add(values, t)
-                for before in o_before:
-                    pl.when(c > 0)(lambda: store(c - 1, before))
+                if y is not None:
+                    outputs = before()
+
+                    @pl.when(c > 0)
+                    def _() -> None:
+                        release((slot - 1) % ring if isinstance(slot, int) else lax.rem(c + (ring - 1), i32(ring)))
+                        plgpu.barrier_wait(sm["o_free"].at[wg])
+                        o.tiled.transpose((1, 0))[...] = outputs  # stmatrix turns it
+                        if interpreted():
+                            plgpu.commit_smem()
+                        plgpu.barrier_arrive(sm["o_here"].at[wg])
+
                 u.add((x.read(1) * -vector(E1)).astype(dtype), t)
-                for total in y:
+                if y is not None:
                     for half, side in enumerate(sides):
-                        total.add(side, sm["q"].tiled.at[slot, half].transpose((1, 0)))
+                        y.add(side, sm["q"].tiled.at[slot, half].transpose((1, 0)))
                 decay = plgpu.load(sm["vectors"].at[slot, DECAY, 0])
                 decayed = [m * decay for m in states]
-                new = u.read(halves * len(y))
+                new = u.read(halves * self.outputs)
                 weighted, plain = (new * vector(W)).astype(dtype), new.astype(dtype)
                 for total, m, key in zip(after, decayed, keys):
                     total.set(m)
                     total.add(weighted, key)
-                for total in y:
-                    total.set(total.read(halves) * vector(EQ))
-                    total.add(plain, sm["p"].at[slot].transpose((1, 0)))
-                states_after = [total.read(len(y)) for total in after]
-                sides_after = [m.astype(dtype) for m in states_after]
-                return states_after, sides_after, *(total.read().astype(dtype) for total in y)
+                if y is not None:
+                    y.set(y.read(halves) * vector(EQ))
+                    y.add(plain, sm["p"].at[slot].transpose((1, 0)))
+                states_after = [total.read(self.outputs) for total in after]
+                return states_after, [m.astype(dtype) for m in states_after]
 
-            carry = accumulate(chunk, *[(C, C)] * (2 + halves + self.outputs))
+            states, sides = accumulate(chunk, *[(C, C)] * (2 + halves))
+            if y is None:
+                release(slot)
+            return states, sides
+
+        def release(slot: Any) -> None:
+            """A chunk is read."""
             if interpreted():
                 plgpu.commit_smem()
             plgpu.barrier_arrive(sm["free"].at[slot])
-            return carry
+
+        def steps(first: Array, slots: list[Any], carry: Any) -> Any:
+            """Some chunks, in these places of the ring."""
+
+            def f(*ys: Accumulator) -> Any:
+                states, sides, *o_before = carry
+                before: Callable[[], Array] = lambda: o_before[0]  # noqa: E731
+                for n, slot in enumerate(slots):
+                    y = ys[n] if ys else None
+                    states, sides = step(y, before, first + n, slot, states, sides)
+                    if y is not None:
+                        before = partial(lambda y: y.read(halves + 1).astype(dtype), y)
+                return states, sides, *(y.read().astype(dtype) for y in ys[-1:])
+
+            return accumulate(f, *[(C, C)] * (len(slots) * self.outputs))
 
         states = [initial(half) for half in range(halves)]
         nothing = plgpu.layout_cast(jnp.zeros((C, C), dtype), WGMMA)
         carry = states, [m.astype(dtype) for m in states], *[nothing] * self.outputs
-        states, _, *o_last = lax.fori_loop(0, chunks, step, carry)
+        turns = lax.div(
+            chunks, i32(ring)
+        )  # places that are known when compiled: no arithmetic on addresses in the loop
+        carry = lax.fori_loop(0, turns, lambda n, carry: steps(n * ring, list(range(ring)), carry), carry)
+        carry = lax.fori_loop(turns * ring, chunks, lambda c, carry: steps(c, [lax.rem(c, i32(ring))], carry), carry)
+        states, _, *o_last = carry
 
         @pl.when(write >= 0)
         def _() -> None:
@@ -229,6 +274,8 @@ class Walk:
 
         if not self.outputs:
             return
+
+        plgpu.barrier_wait(sm["o_free"].at[wg])
 
         def put(x: Array, begin: Array, end: Array) -> None:
             """Some rows of `o`, of x or x again and again."""
@@ -243,6 +290,7 @@ class Walk:
 
         @pl.when(chunks > 0)
         def _() -> None:
+            release(lax.rem(chunks - 1, i32(ring)))
             put(o_last[0], start + (chunks - 1) * C, start + length)
 
         end = jnp.where(i == self.n - 1, ref["o"].shape[0], ref["end"][i])

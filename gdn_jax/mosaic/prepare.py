@@ -24,7 +24,6 @@ from gdn_jax.mosaic.common import (
     f32,
     i32,
     interpreted,
-    product,
 )
 
 C = 64  # tokens of a chunk, and columns of a tile of the state
@@ -91,17 +90,17 @@ class Preparation:
         # The inverse in 10 bits more than its result has; keys that are not normalised may need the range instead.
         self.fine = jnp.float16 if use_qk_l2norm or dtype == jnp.float16 else jnp.bfloat16
         self.parts = heads.num_v_heads // heads.group
-        tile, each = (warpgroups, C, C), (warpgroups, heads.group)
+        each = (warpgroups, heads.group)
         self.memory = Memory(
             k=((warpgroups, heads.halves, C, C), dtype, "moved"),
             q=((warpgroups, heads.halves, C, C), dtype, "moved"),
-            m=(tile, self.fine, "tiled"),
-            d=(tile, self.fine, "tiled"),
-            out=(tile, dtype, "tiled"),
+            m=((*each, C, C), self.fine, "tiled"),
+            d=((*each, C, C), self.fine, "tiled"),
+            out=((*each, C, C), dtype, "tiled"),
             small=((warpgroups, heads.group * C, BLOCK), f32, "plain"),
             g=((warpgroups, C, 4), f32, "plain"),
             beta=((warpgroups, C, 4), f32, "plain"),
-            vectors=((warpgroups, 4, C), f32, "plain"),
+            vectors=((*each, 4, C), f32, "plain"),
             gates=((*each, 3, C), f32, "plain"),
             keys=((warpgroups, C), f32, "plain"),
         )
@@ -116,9 +115,7 @@ class Preparation:
         """CTAs that so many chunks keep busy."""
         return min(most, -(-chunks * self.parts // self.warpgroups))
 
-    def work(
-        self, ref: Any, sm: Any, cta: Array, ctas: int, wg: Array, done: Callable[..., None] | None = None
-    ) -> None:
+    def work(self, ref: Any, sm: Any, cta: Array, ctas: int, wg: Any, done: Callable[..., None] | None = None) -> None:
         """What warpgroup `wg` of CTA `cta` of `ctas` does; `done(chunk, part)` is called when what belongs to them is in global
         memory.
         """
@@ -158,7 +155,7 @@ class Preparation:
         lax.fori_loop(0, lax.div(chunks * parts - first + (stride - 1), i32(stride)), turn, count)
         plgpu.wait_smem_to_gmem(0)
 
-    def fetch(self, ref: Any, sm: Any, wg: Array, part: Array, here: Any) -> None:
+    def fetch(self, ref: Any, sm: Any, wg: Any, part: Array, here: Any) -> None:
         """Starts the copies of what an item reads."""
         heads = self.heads
         four = pl.multiple_of(lax.div(part * heads.group, i32(4)) * 4, 4)  # TMA moves multiples of 16 bytes
@@ -171,18 +168,12 @@ class Preparation:
                 plgpu.copy_gmem_to_smem(source, sm[name].moved.at[wg, half], sm[f"{name}_here"].at[wg])
 
     def item(
-        self, ref: Any, sm: Any, wg: Array, chunk: Array, part: Array, count: Array, next_ones: Callable[[], None]
+        self, ref: Any, sm: Any, wg: Any, chunk: Array, part: Array, count: Array, next_ones: Callable[[], None]
     ) -> None:
         """One chunk, of `count` tokens, and the value heads of one part; `next_ones` is called when what was fetched is read."""
         halves, group, fine = self.heads.halves, self.heads.group, self.fine
         gates_sm, vectors_sm, out_sm, m_sm, d_sm = (sm[x].at[wg] for x in ("gates", "vectors", "out", "m", "d"))
         k_tile, q_tile = (sm[x].tiled.at[wg] for x in "kq")
-
-        def put(ref: Any, x: Array) -> Any:
-            plgpu.commit_smem()  # every warp has done what it read there
-            ref[...] = x.astype(ref.dtype)
-            plgpu.commit_smem()
-            return ref
 
         i, j = (plgpu.broadcasted_iota(i32, (C, C), axis, layout=WGMMA) for axis in (0, 1))
         in_block = (i ^ j) < BLOCK
@@ -227,41 +218,63 @@ class Preparation:
         along_k = columns(plgpu.load(sm["keys"].at[wg], layout=COL))
         kk, qk = kk * along_k * rows(of_k), qk * along_k * rows(of_q)
 
-        lower = []
-        for r in range(group):
-            hv = part * group + r
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        of_group = range(group)
+        for r in of_group:
             down, along = plgpu.load(gates_sm.at[r, 2], layout=ROW), plgpu.load(gates_sm.at[r, 2], layout=COL)
             end = plgpu.load(gates_sm.at[r, 2, C - 1])
             decay = jnp.exp(rows(down) - columns(along))
+            out_sm[r] = jnp.where(i_real >= j, qk * decay, zero).astype(self.dtype)
             a = jnp.where(i_real > j, kk * decay * rows(writes[r]), zero)
             diagonal = jnp.where(in_block, a, zero)
             sm["small"][wg, pl.ds(r * C, C)] = sum(
                 (diagonal[:, at : at + BLOCK] for at in range(BLOCK, C, BLOCK)), diagonal[:, :BLOCK]
             )
-            lower.append(jnp.where(in_block, zero, a).astype(fine))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            out_sm[...] = jnp.where(i_real >= j, qk * decay, zero).astype(self.dtype)
+            m_sm[r] = jnp.where(in_block, zero, a).astype(fine)
             since = jnp.exp(down)
-            vectors_sm[E1], vectors_sm[EQ] = of_k * since, of_q * since
-            vectors_sm[W] = of_k * jnp.exp(end - down)
-            vectors_sm[DECAY] = jnp.exp(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_sm, ref["p"].at[chunk, hv])
-            plgpu.copy_smem_to_gmem(vectors_sm, ref["vectors"].at[chunk, hv])
+            vectors_sm[r, E1], vectors_sm[r, EQ] = of_k * since, of_q * since
+            vectors_sm[r, W] = of_k * jnp.exp(end - down)
+            vectors_sm[r, DECAY] = jnp.exp(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
+        plgpu.commit_smem()
+        for r in of_group:
+            plgpu.copy_smem_to_gmem(out_sm.at[r], ref["p"].at[chunk, part * group + r])
+            plgpu.copy_smem_to_gmem(vectors_sm.at[r], ref["vectors"].at[chunk, part * group + r])
 
         self.invert(sm["small"].at[wg])
-        for r in range(group):
-            # With D the inverse of the blocks and L what is left below them: T = (I - D L)(I + (D L)^2) D, as (D L)^4 = 0.
+        # With D the inverse of the blocks and L what is left below them: T = (I - D L)(I + (D L)^2) D, as (D L)^4 = 0.
+        d = []
+        for r in of_group:
             narrow = plgpu.load(sm["small"].at[wg, pl.ds(r * C, C)], layout=WGMMA, optimized=False)
-            d = jnp.where(in_block, lax.concatenate([narrow] * (C // BLOCK), 1), zero)
-            d_sm[...] = d.astype(fine)
-            m = product(d.astype(fine), put(m_sm, lower[r]))
-            square = product(m.astype(fine), put(m_sm, m))
-            y = product(square.astype(fine), d_sm, d)
-            t = product((-m).astype(fine), put(d_sm, y), y)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            put(out_sm, t * columns(plgpu.load(gates_sm.at[r, 1], layout=COL)))
-            plgpu.copy_smem_to_gmem(out_sm, ref["t"].at[chunk, part * group + r])
+            d.append(jnp.where(in_block, lax.concatenate([narrow] * (C // BLOCK), 1), zero))
+            d_sm[r] = d[r].astype(fine)
+
+        def products(left: list[Array], right: Any, starts: list[Array] | None = None) -> list[Array]:
+            """`starts + left @ right` of each value head, all under way at once."""
+
+            def f(*sums: Accumulator) -> list[Array]:
+                for r, total in enumerate(sums):
+                    if starts is not None:
+                        total.set(starts[r])
+                    total.add(left[r].astype(fine), right.at[r])
+                return [total.read(group - 1 - r) for r, total in enumerate(sums)]
+
+            return accumulate(f, *[(C, C)] * group)
+
+        def put(sm: Any, x: list[Array]) -> None:
+            plgpu.commit_smem()  # every warp has read what is there
+            for r in of_group:
+                sm[r] = x[r].astype(sm.dtype)
+            plgpu.commit_smem()
+
+        m = products(d, m_sm)
+        put(m_sm, m)
+        y = products(products(m, m_sm), d_sm, d)
+        put(d_sm, y)
+        t = products([-x for x in m], d_sm, y)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        put(out_sm, [x * columns(plgpu.load(gates_sm.at[r, 1], layout=COL)) for r, x in enumerate(t)])
+        for r in of_group:
+            plgpu.copy_smem_to_gmem(out_sm.at[r], ref["t"].at[chunk, part * group + r])
 
     def invert(self, small: Any) -> None:
         """`(I + a)^-1` of the strictly lower triangular blocks a `[group C / BLOCK, BLOCK, BLOCK]` in shared memory, in place."""
