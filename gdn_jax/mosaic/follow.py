@@ -6,7 +6,6 @@ chunks by TMA.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -187,10 +186,9 @@ class Walk:
                 return given()
             return lax.cond(read >= 0, given, lambda: plgpu.layout_cast(jnp.zeros((C, C), f32), WGMMA))
 
-        def step(
-            y: Accumulator | None, before: Callable[[], Array], c: Array, slot: Any, states: Any, sides: Any
-        ) -> Any:
-            """One chunk. Its outputs stay in `y` until the next one has begun, which stores what `before` gives."""
+        def step(c: Array, slot: Any, carry: Any) -> Any:
+            """One chunk. What it adds to the outputs leaves when the next one has begun."""
+            states, sides, *o_before = carry
             plgpu.barrier_wait(sm["arrived"].at[slot])
             keys = [sm["k"].tiled.at[slot, half] for half in range(halves)]
             values, t = (x.transpose((1, 0)) for x in (sm["v"].tiled.at[slot, wg], sm["t"].at[slot]))
@@ -198,16 +196,15 @@ class Walk:
             def vector(which: int) -> Array:
                 return columns(plgpu.load(sm["vectors"].at[slot, which], layout=COL))
 
-            def chunk(x: Accumulator, u: Accumulator, *after: Accumulator) -> Any:
+            def chunk(x: Accumulator, u: Accumulator, *sums: Accumulator) -> Any:
+                after, y = sums[:halves], sums[halves:]
                 for side, key in zip(sides, keys):
                     x.add(side, key.transpose((1, 0)))
                 u.add(values, t)
-                if y is not None:
-                    outputs = before()
+                for outputs in o_before:
 
                     @pl.when(c > 0)
                     def _() -> None:
-                        release((slot - 1) % ring if isinstance(slot, int) else lax.rem(c + (ring - 1), i32(ring)))
                         plgpu.barrier_wait(sm["o_free"].at[wg])
                         o.tiled.transpose((1, 0))[...] = outputs  # stmatrix turns it
                         if interpreted():
@@ -215,57 +212,37 @@ class Walk:
                         plgpu.barrier_arrive(sm["o_here"].at[wg])
 
                 u.add((x.read(1) * -vector(E1)).astype(dtype), t)
-                if y is not None:
+                for total in y:
                     for half, side in enumerate(sides):
-                        y.add(side, sm["q"].tiled.at[slot, half].transpose((1, 0)))
+                        total.add(side, sm["q"].tiled.at[slot, half].transpose((1, 0)))
                 decay = plgpu.load(sm["vectors"].at[slot, DECAY, 0])
                 decayed = [m * decay for m in states]
-                new = u.read(halves * self.outputs)
+                new = u.read(halves * len(y))
                 weighted, plain = (new * vector(W)).astype(dtype), new.astype(dtype)
                 for total, m, key in zip(after, decayed, keys):
                     total.set(m)
                     total.add(weighted, key)
-                if y is not None:
-                    y.set(y.read(halves) * vector(EQ))
-                    y.add(plain, sm["p"].at[slot].transpose((1, 0)))
-                states_after = [total.read(self.outputs) for total in after]
-                return states_after, [m.astype(dtype) for m in states_after]
+                for total in y:
+                    total.set(total.read(halves) * vector(EQ))
+                    total.add(plain, sm["p"].at[slot].transpose((1, 0)))
+                states_after = [total.read(len(y)) for total in after]
+                sides_after = [m.astype(dtype) for m in states_after]
+                return states_after, sides_after, *(total.read().astype(dtype) for total in y)
 
-            states, sides = accumulate(chunk, *[(C, C)] * (2 + halves))
-            if y is None:
-                release(slot)
-            return states, sides
-
-        def release(slot: Any) -> None:
-            """A chunk is read."""
+            carry = accumulate(chunk, *[(C, C)] * (2 + halves + self.outputs))
             if interpreted():
                 plgpu.commit_smem()
             plgpu.barrier_arrive(sm["free"].at[slot])
+            return carry
 
-        def steps(first: Array, slots: list[Any], carry: Any) -> Any:
-            """Some chunks, in these places of the ring."""
-
-            def f(*ys: Accumulator) -> Any:
-                states, sides, *o_before = carry
-                before: Callable[[], Array] = lambda: o_before[0]  # noqa: E731
-                for n, slot in enumerate(slots):
-                    y = ys[n] if ys else None
-                    states, sides = step(y, before, first + n, slot, states, sides)
-                    if y is not None:
-                        before = partial(lambda y: y.read(halves + 1).astype(dtype), y)
-                return states, sides, *(y.read().astype(dtype) for y in ys[-1:])
-
-            return accumulate(f, *[(C, C)] * (len(slots) * self.outputs))
+        def turn(c: Array, carry: Any) -> Any:
+            slot, *carry = carry
+            return jnp.where(slot == ring - 1, 0, slot + 1), *step(c, slot, carry)
 
         states = [initial(half) for half in range(halves)]
         nothing = plgpu.layout_cast(jnp.zeros((C, C), dtype), WGMMA)
-        carry = states, [m.astype(dtype) for m in states], *[nothing] * self.outputs
-        turns = lax.div(
-            chunks, i32(ring)
-        )  # places that are known when compiled: no arithmetic on addresses in the loop
-        carry = lax.fori_loop(0, turns, lambda n, carry: steps(n * ring, list(range(ring)), carry), carry)
-        carry = lax.fori_loop(turns * ring, chunks, lambda c, carry: steps(c, [lax.rem(c, i32(ring))], carry), carry)
-        states, _, *o_last = carry
+        carry = chunks & 0, states, [m.astype(dtype) for m in states], *[nothing] * self.outputs
+        _, states, _, *o_last = lax.fori_loop(0, chunks, turn, carry)
 
         @pl.when(write >= 0)
         def _() -> None:
@@ -290,7 +267,6 @@ class Walk:
 
         @pl.when(chunks > 0)
         def _() -> None:
-            release(lax.rem(chunks - 1, i32(ring)))
             put(o_last[0], start + (chunks - 1) * C, start + length)
 
         end = jnp.where(i == self.n - 1, ref["o"].shape[0], ref["end"][i])

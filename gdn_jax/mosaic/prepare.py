@@ -28,6 +28,7 @@ from gdn_jax.mosaic.common import (
 
 C = 64  # tokens of a chunk, and columns of a tile of the state
 BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
+LOG2_E = 1.4426950408889634
 LEAST_G = -104.0  # e^g is 0 in float32 from here on; running sums of larger g's would lose digits
 E1, W, EQ, DECAY = range(4)  # the vectors of a chunk; the last is e^{b_C} in every element
 
@@ -57,9 +58,9 @@ class Heads(NamedTuple):
         return self.k_dim // C
 
 
-def rows(x: Array) -> Array:
-    """A vector (ROW) beside itself."""
-    return lax.broadcast_in_dim(x, (C, C), [0])
+def rows(x: Array, size: int = C) -> Array:
+    """A vector (ROW) beside itself, `size` times."""
+    return lax.broadcast_in_dim(x, (C, size), [0])
 
 
 def columns(x: Array) -> Array:
@@ -68,7 +69,7 @@ def columns(x: Array) -> Array:
 
 
 def substitute(entry: Callable[[int, int], Array], blocks: int, like: Callable[[Array], Array]) -> list[Array]:
-    """Row by row `(I + a)^-1` of `blocks` strictly lower triangular blocks `[BLOCK, BLOCK]`; `entry(i, j)` `[blocks]` is a_ij
+    """Row by row `(I - a)^-1` of `blocks` strictly lower triangular blocks `[BLOCK, BLOCK]`; `entry(i, j)` `[blocks]` is a_ij
     of each, and every row comes as `[blocks, BLOCK]`.
     """
     column = like(lax.broadcasted_iota(i32, (blocks, BLOCK), 1))
@@ -77,7 +78,7 @@ def substitute(entry: Callable[[int, int], Array], blocks: int, like: Callable[[
     for i in range(BLOCK):
         row = jnp.where(column == i, one, zero)
         for j in range(i):
-            row = row - like(lax.broadcast_in_dim(entry(i, j), (blocks, BLOCK), [0])) * done[j]
+            row = row + like(lax.broadcast_in_dim(entry(i, j), (blocks, BLOCK), [0])) * done[j]
         done.append(row)
     return done
 
@@ -101,13 +102,11 @@ class Preparation:
             g=((warpgroups, C, 4), f32, "plain"),
             beta=((warpgroups, C, 4), f32, "plain"),
             vectors=((*each, 4, C), f32, "plain"),
-            gates=((*each, 3, C), f32, "plain"),
-            keys=((warpgroups, C), f32, "plain"),
+            gates=((*each, 4, C), f32, "plain"),
         )
         several = max(2, warpgroups)  # one barrier has no index
         self.barriers = dict(
-            k_here=plgpu.Barrier(num_arrivals=heads.halves, num_barriers=several),
-            q_here=plgpu.Barrier(num_arrivals=heads.halves, num_barriers=several),
+            tiles_here=plgpu.Barrier(num_arrivals=2 * heads.halves, num_barriers=several),
             gates_here=plgpu.Barrier(num_arrivals=2, num_barriers=several),
         )
 
@@ -165,7 +164,7 @@ class Preparation:
         for name, begin in (("k", heads.first[1]), ("q", heads.first[0])):
             for half in range(heads.halves):
                 source = ref[name].at[here, pl.ds(begin + head * heads.k_dim + half * C, C)]
-                plgpu.copy_gmem_to_smem(source, sm[name].moved.at[wg, half], sm[f"{name}_here"].at[wg])
+                plgpu.copy_gmem_to_smem(source, sm[name].moved.at[wg, half], sm["tiles_here"].at[wg])
 
     def item(
         self, ref: Any, sm: Any, wg: Any, chunk: Array, part: Array, count: Array, next_ones: Callable[[], None]
@@ -174,78 +173,94 @@ class Preparation:
         halves, group, fine = self.heads.halves, self.heads.group, self.fine
         gates_sm, vectors_sm, out_sm, m_sm, d_sm = (sm[x].at[wg] for x in ("gates", "vectors", "out", "m", "d"))
         k_tile, q_tile = (sm[x].tiled.at[wg] for x in "kq")
+        of_group, here = range(group), pl.ds(part * group, group)
+        row, zero = plgpu.broadcasted_iota(i32, (C,), 0, layout=ROW), jnp.zeros((C, C), f32)
+        on_or_below = rows(row) >= plgpu.broadcasted_iota(i32, (C, C), 1, layout=WGMMA)
+        blocks = range(C // BLOCK)
+        in_block = [rows(lax.shift_right_logical(row, i32(4)) == block, BLOCK) for block in blocks]
+        on_diagonal = rows(row & (BLOCK - 1), BLOCK) == plgpu.broadcasted_iota(i32, (C, BLOCK), 1, layout=WGMMA)
 
-        i, j = (plgpu.broadcasted_iota(i32, (C, C), axis, layout=WGMMA) for axis in (0, 1))
-        in_block = (i ^ j) < BLOCK
-        real = plgpu.broadcasted_iota(i32, (C,), 0, layout=ROW) < count
-        i_real = jnp.where(i < count, i, -1)  # rows behind the sequence's end belong to others, who may be NaN
-        zero, none = jnp.zeros((C, C), f32), plgpu.layout_cast(jnp.zeros((C,), f32), ROW)
+        def block_of(x: Array, block: int) -> Array:
+            return x[:, block * BLOCK : (block + 1) * BLOCK]
 
-        plgpu.barrier_wait(sm["gates_here"].at[wg])
-        writes = []
-        for r in range(group):
-            of = lax.rem(part * group + r, i32(4))
-            raw = [plgpu.load(sm[x].at[wg, :, of], layout=ROW, optimized=False) for x in ("g", "beta")]
-            decay, write = (jnp.where(real, x, none) for x in (jnp.maximum(raw[0], LEAST_G), raw[1]))
-            gates_sm[r, 0], gates_sm[r, 1] = decay, write
-            writes.append(write)
-        plgpu.commit_smem()
-        for r in range(group):  # running sums of g: exact, no scan
-            along = plgpu.load(gates_sm.at[r, 0], layout=COL)
-            gates_sm[r, 2] = plgpu.layout_cast(jnp.sum(jnp.where(i >= j, columns(along), zero), axis=1), ROW)
+        def narrow(x: Array) -> Array:
+            """The blocks on the diagonal, below each other."""
+            y = block_of(x, blocks[-1])
+            for block in blocks[:-1]:
+                y = jnp.where(in_block[block], block_of(x, block), y)
+            return y
 
-        def over_norm(x: list[Array]) -> Array:
+        def factor(square: Array) -> Array:
+            """1 / norm of every row of x, from `x x^T`."""
             if not self.use_qk_l2norm:
-                return jnp.where(real, plgpu.layout_cast(jnp.ones((C,), f32), ROW), none)
-            squares = [plgpu.layout_cast(jnp.sum(jnp.square(y.astype(f32)), axis=1), ROW) for y in x]
-            return jnp.where(real, lax.rsqrt(sum(squares[1:], squares[0]) + 1e-6), none)
+                return plgpu.layout_cast(jnp.ones((C,), f32), ROW)
+            diagonal = jnp.where(on_diagonal, narrow(square), jnp.zeros((C, BLOCK), f32))
+            return lax.rsqrt(plgpu.layout_cast(jnp.sum(diagonal, axis=1), ROW) + 1e-6)
 
-        def grams(kk: Accumulator, qk: Accumulator) -> tuple[Array, ...]:
-            norms = []
-            for total, tile, barrier in ((kk, k_tile, "k_here"), (qk, q_tile, "q_here")):
-                plgpu.barrier_wait(sm[barrier].at[wg])
-                lines = [plgpu.load(tile.at[half], layout=WGMMA) for half in range(halves)]
-                for half, x in enumerate(lines):
-                    total.add(x, k_tile.at[half].transpose((1, 0)))
-                norms.append(over_norm(lines))
-            return kk.read(halves), qk.read(), *norms
+        plgpu.barrier_wait(sm["tiles_here"].at[wg])
 
-        kk, qk, of_k, of_q = accumulate(grams, (C, C), (C, C))
-        sm["keys"][wg] = of_k
+        @pl.when(count < C)
+        def _() -> None:  # rows behind the sequence's end belong to others, who may be NaN
+            real = rows(row < count)
+            for tile in (k_tile, q_tile):
+                for half in range(halves):
+                    x = plgpu.load(tile.at[half], layout=WGMMA)
+                    tile[half] = jnp.where(real, x, jnp.zeros_like(x))
+            plgpu.commit_smem()
+
+        def grams(*sums: Accumulator) -> Any:
+            for total, (a, b) in zip(sums, ((k_tile, k_tile), (q_tile, k_tile), (q_tile, q_tile))):
+                for half in range(halves):
+                    total.add(a.at[half], b.at[half].transpose((1, 0)))
+            plgpu.barrier_wait(sm["gates_here"].at[wg])
+            real, none = row < count, plgpu.layout_cast(jnp.zeros((C,), f32), ROW)
+            writes, downs = [], []
+            for r in of_group:
+                of = lax.rem(part * group + r, i32(4))
+                raw = [plgpu.load(sm[x].at[wg, :, of], layout=ROW, optimized=False) for x in ("g", "beta")]
+                decay = jnp.where(real, jnp.maximum(raw[0], LEAST_G) * LOG2_E, none)
+                gates_sm[r, 0], gates_sm[r, 1] = decay, jnp.where(real, raw[1], none)
+            plgpu.commit_smem()
+            for r in of_group:  # running sums of g, in powers of two: exact, no scan
+                along = columns(plgpu.load(gates_sm.at[r, 0], layout=COL))
+                downs.append(plgpu.layout_cast(jnp.sum(jnp.where(on_or_below, along, zero), axis=1), ROW))
+                writes.append(plgpu.load(gates_sm.at[r, 1], layout=ROW))
+            kk, qk, *qq = (total.read((len(sums) - 1 - n) * halves) for n, total in enumerate(sums))
+            return kk, qk, factor(kk), factor(qq[0] if qq else qk), writes, downs
+
+        sums = 3 if self.use_qk_l2norm else 2
+        kk, qk, of_k, of_q, writes, downs = accumulate(grams, *[(C, C)] * sums)
+        of_q = of_q * plgpu.layout_cast(lax.broadcast_in_dim(ref["scale"][0], (C,), ()), ROW)
+        for r, down in enumerate(downs):
+            gates_sm[r, 2], gates_sm[r, 3] = down, down - jnp.log2(of_k)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.commit_smem()
         next_ones()
-        of_q = of_q * plgpu.layout_cast(lax.broadcast_in_dim(ref["scale"][0], (C,), ()), ROW)
-        along_k = columns(plgpu.load(sm["keys"].at[wg], layout=COL))
-        kk, qk = kk * along_k * rows(of_k), qk * along_k * rows(of_q)
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        of_group = range(group)
-        for r in of_group:
-            down, along = plgpu.load(gates_sm.at[r, 2], layout=ROW), plgpu.load(gates_sm.at[r, 2], layout=COL)
-            end = plgpu.load(gates_sm.at[r, 2, C - 1])
-            decay = jnp.exp(rows(down) - columns(along))
-            out_sm[r] = jnp.where(i_real >= j, qk * decay, zero).astype(self.dtype)
-            a = jnp.where(i_real > j, kk * decay * rows(writes[r]), zero)
-            diagonal = jnp.where(in_block, a, zero)
-            sm["small"][wg, pl.ds(r * C, C)] = sum(
-                (diagonal[:, at : at + BLOCK] for at in range(BLOCK, C, BLOCK)), diagonal[:, :BLOCK]
-            )
-            m_sm[r] = jnp.where(in_block, zero, a).astype(fine)
-            since = jnp.exp(down)
+        for r, down in enumerate(downs):
+            # e^{b_i - b_j} / |k_j|, zero above the diagonal; what of A stands on it is not read.
+            decay = jnp.exp2(rows(down) - columns(plgpu.load(gates_sm.at[r, 3], layout=COL)))
+            decay = jnp.where(on_or_below, decay, zero)
+            out_sm[r] = (qk * decay * rows(of_q)).astype(self.dtype)
+            minus_a = kk * decay * rows(-of_k * writes[r])
+            sm["small"][wg, pl.ds(r * C, C)] = narrow(minus_a)
+            none = jnp.zeros((C, BLOCK), f32)
+            below = [jnp.where(in_block[block], none, block_of(minus_a, block)) for block in blocks]
+            m_sm[r] = lax.concatenate(below, 1).astype(fine)
+            since, end = jnp.exp2(down), plgpu.load(gates_sm.at[r, 2, C - 1])
             vectors_sm[r, E1], vectors_sm[r, EQ] = of_k * since, of_q * since
-            vectors_sm[r, W] = of_k * jnp.exp(end - down)
-            vectors_sm[r, DECAY] = jnp.exp(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
+            vectors_sm[r, W] = of_k * jnp.exp2(end - down)
+            vectors_sm[r, DECAY] = jnp.exp2(plgpu.layout_cast(lax.broadcast_in_dim(end, (C,), ()), ROW))
         plgpu.commit_smem()
-        for r in of_group:
-            plgpu.copy_smem_to_gmem(out_sm.at[r], ref["p"].at[chunk, part * group + r])
-            plgpu.copy_smem_to_gmem(vectors_sm.at[r], ref["vectors"].at[chunk, part * group + r])
+        plgpu.copy_smem_to_gmem(out_sm, ref["p"].at[chunk, here])
+        plgpu.copy_smem_to_gmem(vectors_sm, ref["vectors"].at[chunk, here])
 
         self.invert(sm["small"].at[wg])
-        # With D the inverse of the blocks and L what is left below them: T = (I - D L)(I + (D L)^2) D, as (D L)^4 = 0.
+        # With D the inverse of the blocks and L what is left of A: T = (I + M)(I + M^2) D, M = -D L, as M^4 = 0.
         d = []
         for r in of_group:
-            narrow = plgpu.load(sm["small"].at[wg, pl.ds(r * C, C)], layout=WGMMA, optimized=False)
-            d.append(jnp.where(in_block, lax.concatenate([narrow] * (C // BLOCK), 1), zero))
+            inverse = plgpu.load(sm["small"].at[wg, pl.ds(r * C, C)], layout=WGMMA, optimized=False)
+            none = jnp.zeros((C, BLOCK), f32)
+            d.append(lax.concatenate([jnp.where(in_block[block], inverse, none) for block in blocks], 1))
             d_sm[r] = d[r].astype(fine)
 
         def products(left: list[Array], right: Any, starts: list[Array] | None = None) -> list[Array]:
@@ -266,18 +281,17 @@ class Preparation:
                 sm[r] = x[r].astype(sm.dtype)
             plgpu.commit_smem()
 
-        m = products(d, m_sm)
+        m = [x.astype(fine) for x in products(d, m_sm)]
         put(m_sm, m)
         y = products(products(m, m_sm), d_sm, d)
         put(d_sm, y)
-        t = products([-x for x in m], d_sm, y)
+        t = products(m, d_sm, y)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         put(out_sm, [x * columns(plgpu.load(gates_sm.at[r, 1], layout=COL)) for r, x in enumerate(t)])
-        for r in of_group:
-            plgpu.copy_smem_to_gmem(out_sm.at[r], ref["t"].at[chunk, part * group + r])
+        plgpu.copy_smem_to_gmem(out_sm, ref["t"].at[chunk, here])
 
     def invert(self, small: Any) -> None:
-        """`(I + a)^-1` of the strictly lower triangular blocks a `[group C / BLOCK, BLOCK, BLOCK]` in shared memory, in place."""
+        """`(I - a)^-1` of the strictly lower triangular blocks a `[group C / BLOCK, BLOCK, BLOCK]` in shared memory, in place."""
         blocks = self.heads.group * C // BLOCK
         if interpreted():
             a = small[...].reshape(blocks, BLOCK, BLOCK)
