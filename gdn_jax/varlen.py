@@ -207,21 +207,23 @@ def chunk_table(starts: Array, lengths: Array, num_tokens: int, chunk_size: int)
 
 
 def tile_table(starts: Array, lengths: Array, num_tokens: int, size: int) -> tuple[Array, Array, Array]:
-    """The same chunks at places that a sequence knows without the others: its first at `tile_base`, some entries unused.
+    """The same chunks without a search and without a loop, which a GPU would launch: N comparisons an entry.
 
     Returns the sequence, the first token and the number of tokens (0: unused) of each entry, int32, as many entries as
-    `chunk_table` has. Right for starts that do not decrease.
+    `chunk_table` has, the used ones first.
     """
-    base = tile_base(starts, jnp.arange(starts.shape[0], dtype=jnp.int32), size)
+    base = tile_base(lengths, num_tokens, size)
     entry = jnp.arange(num_tokens // size + starts.shape[0], dtype=jnp.int32)
     sequence = jnp.sum(
         base[None, 1:] <= entry[:, None], axis=1, dtype=jnp.int32
     )  # base[0] is one of them for any entry
     first = (entry - base[sequence]) * size
     tokens = jnp.clip(lengths[sequence] - first, 0, size)
-    return sequence, jnp.where(tokens > 0, starts[sequence] + first, 0), jnp.where(first < 0, 0, tokens)
+    return sequence, jnp.where(tokens > 0, starts[sequence] + first, 0), tokens
 
 
-def tile_base(start: Array, n: Array, size: int) -> Array:
-    """The entry of `tile_table` where sequence `n`, whose first token is `start`, has its first chunk."""
-    return start // size + n
+def tile_base(lengths: Array, num_tokens: int, size: int) -> Array:
+    """The entry of `tile_table` where each sequence has its first chunk; none of its entries is outside the table."""
+    tiles, n = -(-lengths // size), jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    base = jnp.sum(jnp.where(n < n[:, None], tiles, 0), axis=1, dtype=jnp.int32)
+    return jnp.minimum(base, num_tokens // size + lengths.shape[0] - tiles)

@@ -33,6 +33,7 @@ valid_tokens = jax.jit(varlen.valid_tokens, static_argnums=1)
 state_rows = jax.jit(varlen.state_rows, static_argnums=1)
 chunk_table = jax.jit(varlen.chunk_table, static_argnums=(2, 3))
 tile_table = jax.jit(varlen.tile_table, static_argnums=(2, 3))
+tile_base = jax.jit(varlen.tile_base, static_argnums=(1, 2))
 
 
 def resolved(batch: Ragged, layer: int = 0) -> varlen.Batch:
@@ -88,14 +89,13 @@ if st is not None:
                 assert (chunks.tokens[entry], chunks.first[entry], chunks.last[entry]) == (0, False, False)
 
         sequence, start, tokens = tile_table(got.starts, got.lengths, T, CHUNK)
-        placed = {}
-        for n, first, count, *_ in rows:
-            of_sequence = varlen.tile_base(int(batch.starts[n]), n, CHUNK) + (first - int(batch.starts[n])) // CHUNK
-            placed[of_sequence] = (n, first, count)
-        assert len(placed) == len(rows)
+        base = tile_base(got.lengths, T, CHUNK)
+        for n in range(N):
+            of_sequence = [entry for entry, row in enumerate(rows) if row[0] == n]
+            assert not of_sequence or base[n] == of_sequence[0]
         for entry in range(len(tokens)):
-            if entry in placed:
-                assert (sequence[entry], start[entry], tokens[entry]) == placed[entry]
+            if entry < len(rows):
+                assert (sequence[entry], start[entry], tokens[entry]) == rows[entry][:3]
             else:
                 assert (start[entry], tokens[entry]) == (0, 0)
 
@@ -116,6 +116,8 @@ if st is not None:
         assert ((np.asarray(batch.offset) >= 0) & (np.asarray(batch.offset) <= S)).all()
         valid, position = token_table(batch, T)
         assert (np.asarray(position)[np.asarray(valid)] >= 0).all()
+        base, tiles = np.asarray(tile_base(batch.lengths, T, CHUNK)), -(-count // CHUNK)
+        assert (base >= 0).all() and (base + tiles <= T // CHUNK + N).all()
         chunks = chunk_table(batch.starts, batch.lengths, T, CHUNK)
         begin, count = np.asarray(chunks.start), np.asarray(chunks.tokens)
         assert (count >= 0).all() and (count <= CHUNK).all()

@@ -86,8 +86,7 @@ def rule(
     matrix = jax.ShapeDtypeStruct((chunks, num_v_heads, C, C), dtype)
     made: dict[str, Any] = dict(t=matrix, p=matrix, vectors=jax.ShapeDtypeStruct((chunks, num_v_heads, 4, C), f32))
     outs = dict(o=jax.ShapeDtypeStruct((v.shape[0], num_v_heads * heads.v_dim), dtype))
-    sequence = jnp.arange(n, dtype=jnp.int32)
-    base = tile_base(batch.starts, sequence, C)
+    base = tile_base(batch.lengths, num_tokens, C)
     places: dict[str, Array] = dict(
         start=batch.starts, length=batch.lengths, base=base, end=ends, read=batch.read, write=batch.write
     )

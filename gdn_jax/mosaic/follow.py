@@ -126,13 +126,14 @@ class Walk:
                 plgpu.commit_smem()
                 there = ref["o"].at[pl.ds(start + c * C, C), pl.ds(hv * heads.v_dim + (first + at) * C, C)]
                 plgpu.copy_smem_to_gmem(sm["o"].moved.at[at], there)
+
+        def sent() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for at in range(self.chains):
                 plgpu.barrier_arrive(sm["o_free"].at[at])
 
         if self.outputs:
-            for at in range(self.chains):
-                plgpu.barrier_arrive(sm["o_free"].at[at])
+            sent()
 
         @pl.loop(0, jnp.where(chunks > 0, chunks + ring, 0))
         def _(c: Array) -> None:
@@ -141,6 +142,9 @@ class Walk:
             @pl.when(c >= ring)
             def _() -> None:
                 plgpu.barrier_wait(sm["free"].at[slot])
+
+            if self.outputs:
+                pl.when((c > ring) & (c - ring < chunks))(sent)
 
             @pl.when(count >= C)
             def _() -> None:

@@ -134,19 +134,19 @@ class Preparation:
         def turn(n: Array, count: Array) -> Array:
             item = first + n * stride
             after, (start, count_after) = item + stride, entry(item + stride)
+            chunk, part = lax.div(item, i32(parts)), lax.rem(item, i32(parts))
 
             @pl.when(count > 0)
             def _() -> None:
-                chunk, part = lax.div(item, i32(parts)), lax.rem(item, i32(parts))
                 self.item(ref, sm, wg, chunk, part, count, lambda: fetch(after, start, count_after))
-                if done is not None:
-                    plgpu.wait_smem_to_gmem(0)
-                    done(chunk, part)
 
             @pl.when(count == 0)
             def _() -> None:
                 fetch(after, start, count_after)
 
+            if done is not None:  # where there is nothing too: nobody may wait for ever, whatever the starts
+                plgpu.wait_smem_to_gmem(0)
+                done(chunk, part)
             return count_after
 
         start, count = entry(first)
