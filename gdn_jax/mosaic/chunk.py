@@ -27,15 +27,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from gdn_jax.mosaic.common import await_flag, f32, flags, i32, interpreted, launch, overlay, parts_of, raise_flag
-from gdn_jax.mosaic.follow import Walk
-from gdn_jax.mosaic.prepare import C, Heads, Preparation
+from gdn_jax.mosaic.follow import Places, Walk
+from gdn_jax.mosaic.prepare import SMS, C, Heads, Preparation
 from gdn_jax.varlen import Batch, tile_base, tile_table
 
-SMS = 132
 TOGETHER = 2  # warpgroups of a CTA, where both parts run in one launch
 
 
-STAGES = 3  # chunks in shared memory
+def stages(chains: int) -> int:
+    """The chunks in shared memory, of so many tiles a CTA."""
+    return 4 - chains
 
 
 def segments(tiles: int, length: int) -> int:
@@ -87,14 +88,13 @@ def rule(
     made: dict[str, Any] = dict(t=matrix, p=matrix, vectors=jax.ShapeDtypeStruct((chunks, num_v_heads, 4, C), f32))
     outs = dict(o=jax.ShapeDtypeStruct((v.shape[0], num_v_heads * heads.v_dim), dtype))
     base = tile_base(batch.lengths, num_tokens, C)
-    places: dict[str, Array] = dict(
-        start=batch.starts, length=batch.lengths, base=base, end=ends, read=batch.read, write=batch.write
-    )
-    places["layer"] = batch.layer[None]
+    ends = jnp.where(jnp.arange(n) == n - 1, v.shape[0], ends)
+    places = Places(batch.starts, batch.lengths, base, ends, batch.read, batch.write)
+    layer = dict(layer=batch.layer[None])
 
     pieces = segments(tiles, num_tokens // n)
     if pieces == 1 and at_once(tiles):
-        prepare, walk = Preparation(heads, dtype, use_qk_l2norm, TOGETHER), Walk(heads, dtype, pool, n, 1, STAGES)
+        prepare, walk = Preparation(heads, dtype, use_qk_l2norm, TOGETHER), Walk(heads, dtype, pool, n, 1, stages(1))
         ctas = prepare.ctas(chunks, SMS - walk.ctas)
 
         def both(ref: Any, of_prepare: Any, of_walk: Any, cta: Array, wg: Array) -> None:
@@ -111,7 +111,7 @@ def rule(
 
                 walk.work(ref, of_walk, cta - ctas, wg, ready)
 
-        ins = given | dict(v=v) | places
+        ins = given | dict(v=v, places=jnp.stack(places, axis=-1)) | layer
         *_, o, pool = _run(both, "gdn_chunk", ctas + walk.ctas, TOGETHER, (prepare, walk), ins, pool, made | outs)
         return o[:num_tokens], pool
 
@@ -124,15 +124,17 @@ def rule(
     prepared = _run(first, "gdn_chunk_prepare", ctas, 1, (prepare,), given, None, made)
     read = dict(q=q, k=k, v=v, **dict(zip(made, prepared)))
 
-    def follow(pool: Array, places: dict[str, Array], outs: dict[str, Any], **more: Array) -> tuple[Array, ...]:
-        n = places["start"].shape[0]
+    def follow(pool: Array, places: Places, outs: dict[str, Any], **more: Array) -> tuple[Array, ...]:
+        n, table = places.start.size, jnp.stack([x.reshape(-1) for x in places], axis=-1)
         chains = chains_of_cta(n * num_v_heads * pool.shape[-1] // C, min(heads.k_dim, heads.v_dim))
-        walk = Walk(heads, dtype, pool, n, chains, STAGES, bool(outs))
+        walk = Walk(heads, dtype, pool, n, chains, stages(chains), bool(outs), "given" in more)
+        if walk.items > walk.ctas:
+            table = table[_longest_first(places.length)]
         name = "gdn_chunk" if outs else "gdn_chunk_states"
-        return _run(walk.work, name, walk.ctas, chains + 1, (walk,), read | places | more, pool, outs)
+        return _run(walk.work, name, walk.ctas, chains + 1, (walk,), read | dict(places=table) | more, pool, outs)
 
     if pieces == 1:
-        o, pool = follow(pool, places, outs)
+        o, pool = follow(pool, places, outs, **layer)
         return o[:num_tokens], pool
     places, begin = _cut(places, pieces), _states(pool, batch)
     # What every segment but the last makes of zeros, and of the columns of the unit matrix: its start is a sum of products.
@@ -141,17 +143,15 @@ def rule(
     if pieces > 2:
         unit = jnp.broadcast_to(jnp.eye(heads.k_dim, dtype=f32), (*work.shape[:-1], heads.k_dim))
         work = jnp.concatenate([work, unit], axis=-1)
-    rows = jnp.arange(n * (pieces - 1), dtype=jnp.int32)
-    early = {name: x[:, :-1].reshape(-1) for name, x in places.items()} | dict(read=rows, write=rows)
-    zero = jnp.zeros(1, jnp.int32)
-    (work,) = follow(work.reshape(1, -1, *work.shape[2:]), early | dict(layer=zero), {})
+    rows = jnp.arange(n * (pieces - 1), dtype=jnp.int32).reshape(n, -1)
+    early = Places(*(x[:, :-1] for x in places))._replace(read=rows, write=rows)
+    (work,) = follow(work.reshape(1, -1, *work.shape[2:]), early, {}, layer=jnp.zeros(1, jnp.int32))
     work = work.reshape(n, pieces - 1, *work.shape[2:])
     starts_of = [begin, work[:, 0, ..., : heads.v_dim]]
     for piece in range(1, pieces - 1):
         through = jnp.einsum("nhij,nhjv->nhiv", work[:, piece, ..., heads.v_dim :], starts_of[-1], precision="highest")
         starts_of.append(through + work[:, piece, ..., : heads.v_dim])
-    whole = {name: x.reshape(-1) for name, x in places.items()} | dict(layer=batch.layer[None])
-    o, pool = follow(pool, whole, outs, given=jnp.stack(starts_of, axis=1).reshape(-1, *begin.shape[1:]))
+    o, pool = follow(pool, places, outs, given=jnp.stack(starts_of, axis=1).reshape(-1, *begin.shape[1:]), **layer)
     return o[:num_tokens], pool
 
 
@@ -187,22 +187,23 @@ def _run(
     )
 
 
-def _cut(places: dict[str, Array], parts: int) -> dict[str, Array]:
-    """The places `[N]` of sequences as those of their segments `[N, parts]`, equally many chunks each; the last writes."""
-    start, length, end = (places[x][:, None] for x in ("start", "length", "end"))
-    number = jnp.arange(parts, dtype=jnp.int32)
-    each = -(-length // (C * parts))  # chunks
+def _longest_first(lengths: Array) -> Array:
+    """Which sequence is the longest, and so on, without a sort: the CTAs take them in turn and end together."""
+    number = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    more, equal = lengths > lengths[:, None], (lengths == lengths[:, None]) & (number < number[:, None])
+    return jnp.zeros_like(number).at[jnp.sum(more | equal, axis=1)].set(number, unique_indices=True)
+
+
+def _cut(places: Places, pieces: int) -> Places:
+    """The places `[N]` of sequences as those of their segments `[N, pieces]`, equally many chunks each; the last one writes."""
+    start, length, base, end, read, write = (x[:, None] for x in places)
+    number = jnp.arange(pieces, dtype=jnp.int32)
+    each = -(-length // (C * pieces))  # chunks
     begin = jnp.minimum(number * each * C, length)
     tokens = jnp.minimum(length - begin, each * C)
-    last = number == parts - 1
-    return dict(
-        start=start + begin,
-        length=tokens,
-        base=places["base"][:, None] + number * each,
-        end=jnp.where(last, end, start + begin + tokens),
-        read=jnp.broadcast_to(places["read"][:, None], begin.shape),
-        write=jnp.where(last, places["write"][:, None], -1),
-    )
+    last = number == pieces - 1
+    end, write = jnp.where(last, end, start + begin + tokens), jnp.where(last, write, -1)
+    return Places(start + begin, tokens, base + number * each, end, jnp.broadcast_to(read, end.shape), write)
 
 
 def _states(pool: Array, batch: Batch) -> Array:

@@ -6,7 +6,7 @@ chunks by TMA.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -26,21 +26,55 @@ from gdn_jax.mosaic.common import (
     interpreted,
     store_rows,
 )
-from gdn_jax.mosaic.prepare import DECAY, E1, EQ, C, Heads, W, columns
+from gdn_jax.mosaic.prepare import DECAY, E1, EQ, SMS, C, Heads, W, columns
+
+
+class Places(NamedTuple):
+    """For each sequence, or segment of one, int32: its first token and how many, its first chunk, where its tokens end, padding
+    included, and the slots to read and to write (-1: none).
+    """
+
+    start: Any
+    length: Any
+    base: Any
+    end: Any
+    read: Any
+    write: Any
+
+
+class Item(NamedTuple):
+    """What a CTA follows at a time: `chains` tiles of one head's state along a sequence, from tile `first` on."""
+
+    i: Array
+    hv: Array
+    first: Array
+    at: Places
+    chunks: Array
 
 
 class Walk:
-    """The memory and the work of a CTA that walks along a sequence with `chains` tiles of 64 columns of one head's state;
-    `ring` chunks are in shared memory.
+    """The memory and the work of a CTA that walks along sequences, one after the other, with `chains` tiles of 64 columns of
+    one head's state; `ring` chunks are in shared memory, and the next state.
 
     Without `outputs` only the states are computed, `[…, V + K]` of them: behind the V columns, K more see values of zero.
     """
 
     def __init__(
-        self, heads: Heads, dtype: Any, pool: Array, n: int, chains: int, ring: int, outputs: bool = True
+        self,
+        heads: Heads,
+        dtype: Any,
+        pool: Array,
+        n: int,
+        chains: int,
+        ring: int,
+        outputs: bool = True,
+        given: bool = False,
     ) -> None:
         self.heads, self.dtype, self.n, self.chains, self.ring, self.outputs = heads, dtype, n, chains, ring, outputs
+        self.given = given  # states come in an array of their own, one row each
         self.num_slots, self.parts = pool.shape[1], pool.shape[-1] // C // chains
+        self.items = n * heads.num_v_heads * self.parts
+        self.ctas = min(self.items, SMS) if outputs else self.items
         self.streams = dict(k=heads.halves, v=chains, q=heads.halves) if outputs else dict(k=heads.halves, v=chains)
         self.matrices = ("t", "p") if outputs else ("t",)
         self.copies = sum(self.streams.values()) + len(self.matrices) + 1  # of a chunk, by TMA
@@ -48,44 +82,58 @@ class Walk:
         arrays |= {name: ((ring, C, C), dtype, "tiled") for name in self.matrices}
         if outputs:
             arrays["o"] = ((chains, C, C), dtype, "rows")
+        arrays["state"] = ((chains, heads.halves, C, C), f32 if given else pool.dtype, "tiled")
         self.memory = Memory(**arrays, vectors=((ring, 4, C), f32, "plain"))
         self.barriers = dict(
             arrived=plgpu.Barrier(num_arrivals=self.copies, num_barriers=ring),
             alone=plgpu.Barrier(num_arrivals=self.copies),
             free=plgpu.Barrier(num_arrivals=chains, num_barriers=ring),
+            state_here=plgpu.Barrier(num_arrivals=chains * heads.halves),
+            state_free=plgpu.Barrier(num_arrivals=chains),
         )
         if outputs:
             self.barriers |= {name: plgpu.Barrier(num_barriers=max(2, chains)) for name in ("o_here", "o_free")}
 
-    @property
-    def ctas(self) -> int:
-        return self.n * self.heads.num_v_heads * self.parts
-
     def work(self, ref: Any, sm: Any, cta: Array, wg: Array, ready: Callable[..., None] | None = None) -> None:
         """What warpgroup `wg` of CTA `cta` does; `ready(chunk, hv)` is called before what was prepared of them is fetched."""
-        of = lax.div(cta, i32(self.parts))
-        hv, i = lax.rem(of, i32(self.heads.num_v_heads)), lax.div(of, i32(self.heads.num_v_heads))
-        first = lax.rem(cta, i32(self.parts)) * self.chains  # tile of the state
+        count = lax.div(self.items - cta + (self.ctas - 1), i32(self.ctas))
 
         @pl.when(wg == self.chains)
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
-            self.fetch(ref, sm, i, hv, first, ready)
+            self.fetch(ref, sm, cta, count, ready)
 
         @pl.when(wg < self.chains)
         def _() -> None:
             plgpu.set_max_registers(232, action="increase")
-            self.chain(ref, sm, i, hv, first + wg, wg)
 
-    def fetch(self, ref: Any, sm: Any, i: Array, hv: Array, first: Array, ready: Callable[..., None] | None) -> None:
-        """Keeps the ring full."""
+            def turn(n: Array, slot: Array) -> Array:
+                return self.chain(ref, sm, self.item(ref, cta, n), slot, wg)
+
+            lax.fori_loop(0, count, turn, count & 0)
+
+    def item(self, ref: Any, cta: Array, n: Array) -> Item:
+        """The nth of a CTA; without chunks behind its last."""
+        at = cta + n * self.ctas
+        here = jnp.minimum(at, self.items - 1)
+        of = lax.div(here, i32(self.parts))
+        hv, i = lax.rem(of, i32(self.heads.num_v_heads)), lax.div(of, i32(self.heads.num_v_heads))
+        places = Places(*(ref["places"][i, column] for column in range(len(Places._fields))))
+        chunks = jnp.where(at < self.items, lax.div(places.length + (C - 1), i32(C)), 0)
+        return Item(i, hv, lax.rem(here, i32(self.parts)) * self.chains, places, chunks)
+
+    def state_at(self, ref: Any, item: Item, slot: Array, tile: Array, half: int) -> Any:
+        """A tile of a state in the pool."""
+        return ref["pool"].at[ref["layer"][0] * self.num_slots + slot, item.hv, pl.ds(half * C, C), pl.ds(tile * C, C)]
+
+    def fetch(self, ref: Any, sm: Any, cta: Array, count: Array, ready: Callable[..., None] | None) -> None:
+        """Keeps the ring full, and takes the outputs away."""
         heads, ring = self.heads, self.ring
-        h, (start, length, base) = lax.div(hv, i32(heads.shared)), (ref[x][i] for x in ("start", "length", "base"))
-        chunks, valued = lax.div(length + (C - 1), i32(C)), first < heads.v_dim // C
-        column = dict(k=h * heads.k_dim, v=hv * heads.v_dim + first * C, q=h * heads.k_dim)
 
-        def copy(c: Array, slot: Array, barrier: Any) -> None:
-            here, entry = pl.ds(start + c * C, C), base + c
+        def copy(item: Item, c: Array, slot: Array, barrier: Any) -> None:
+            here, entry = pl.ds(item.at.start + c * C, C), item.at.base + c
+            h, valued = lax.div(item.hv, i32(heads.shared)), item.first < heads.v_dim // C
+            column = dict(k=h * heads.k_dim, v=item.hv * heads.v_dim + item.first * C, q=h * heads.k_dim)
 
             def tiles(name: str) -> None:
                 begin = heads.first["qkv".index(name)] + column[name]
@@ -100,9 +148,9 @@ class Walk:
                 pl.when(valued)(lambda: tiles("v"))
                 pl.when(jnp.logical_not(valued))(lambda: arrive(barrier, self.chains))
             if ready is not None:
-                ready(entry, hv)
+                ready(entry, item.hv)
             for name in ("vectors", *self.matrices):
-                plgpu.copy_gmem_to_smem(ref[name].at[entry, hv], sm[name].at[slot], barrier)
+                plgpu.copy_gmem_to_smem(ref[name].at[entry, item.hv], sm[name].at[slot], barrier)
             if self.outputs:
                 tiles("q")
 
@@ -110,85 +158,110 @@ class Walk:
             for _ in range(times):
                 plgpu.barrier_arrive(barrier)
 
-        if not self.outputs:
+        def bring(item: Item, c: Array, slot: Array) -> None:
+            """Chunk c, if there is one."""
+            tokens = jnp.where(c < item.chunks, item.at.length - c * C, 0)
 
-            @pl.when(jnp.logical_not(valued))
+            @pl.when(tokens >= C)
             def _() -> None:
-                for slot in range(ring):
-                    for at in range(self.chains):
-                        sm["v"].tiled[slot, at] = plgpu.layout_cast(jnp.zeros((C, C), self.dtype), WGMMA)
-                plgpu.commit_smem()
+                copy(item, c, slot, sm["arrived"].at[slot])
 
-        def send(c: Array) -> None:
+            @pl.when((tokens > 0) & (tokens < C))
+            def _() -> None:  # rows of others, who may be NaN: zero times them is not zero
+                copy(item, c, slot, sm["alone"])
+                plgpu.barrier_wait(sm["alone"])
+                row = plgpu.broadcasted_iota(i32, (C, C), 0, layout=WGMMA)
+                for tile, many in ((sm["k"].tiled, heads.halves), (sm["v"].tiled, self.chains)):
+                    for at in range(many):
+                        x = plgpu.load(tile.at[slot, at], layout=WGMMA)
+                        tile[slot, at] = jnp.where(row < tokens, x, jnp.zeros_like(x))
+                plgpu.commit_smem()
+                arrive(sm["arrived"].at[slot], self.copies)
+
+        def bring_state(item: Item) -> None:
+            def take() -> None:
+                for at in range(self.chains):
+                    for half in range(heads.halves):
+                        tile = item.first + at
+                        if self.given:
+                            there = ref["given"].at[item.i, item.hv, pl.ds(half * C, C), pl.ds(tile * C, C)]
+                        else:
+                            there = self.state_at(ref, item, item.at.read, tile, half)
+                        plgpu.copy_gmem_to_smem(there, sm["state"].at[at, half], sm["state_here"])
+
+            if self.given:
+                return take()
+            pl.when(item.at.read >= 0)(take)
+            pl.when(item.at.read < 0)(lambda: arrive(sm["state_here"], self.chains * heads.halves))
+
+        def send(item: Item, c: Array) -> None:
             """The outputs of a whole chunk, to where they belong."""
             for at in range(self.chains):
                 plgpu.barrier_wait(sm["o_here"].at[at])
                 plgpu.commit_smem()
-                there = ref["o"].at[pl.ds(start + c * C, C), pl.ds(hv * heads.v_dim + (first + at) * C, C)]
-                plgpu.copy_smem_to_gmem(sm["o"].moved.at[at], there)
+                column = pl.ds(item.hv * heads.v_dim + (item.first + at) * C, C)
+                plgpu.copy_smem_to_gmem(sm["o"].moved.at[at], ref["o"].at[pl.ds(item.at.start + c * C, C), column])
 
         def sent() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for at in range(self.chains):
                 plgpu.barrier_arrive(sm["o_free"].at[at])
 
-        if self.outputs:
-            sent()
-
-        @pl.loop(0, jnp.where(chunks > 0, chunks + ring, 0))
-        def _(c: Array) -> None:
-            slot, count = lax.rem(c, i32(ring)), length - c * C
-
-            @pl.when(c >= ring)
-            def _() -> None:
-                plgpu.barrier_wait(sm["free"].at[slot])
-
+        def turn(n: Array, carry: tuple[Item, Array]) -> tuple[Item, Array]:
+            item, at = carry
+            after = self.item(ref, cta, n + 1)
+            plgpu.barrier_wait(sm["state_free"])
+            pl.when(n + 1 < count)(lambda: bring_state(after))
             if self.outputs:
-                pl.when((c > ring) & (c - ring < chunks))(sent)
+                sent()
 
-            @pl.when(count >= C)
-            def _() -> None:
-                copy(c, slot, sm["arrived"].at[slot])
+            @pl.loop(jnp.minimum(item.chunks, ring), item.chunks + ring)
+            def _(c: Array) -> None:
+                slot = lax.rem(at + c, i32(ring))
 
-            @pl.when((count > 0) & (count < C))
-            def _() -> None:  # rows of others, who may be NaN: zero times them is not zero
-                copy(c, slot, sm["alone"])
-                plgpu.barrier_wait(sm["alone"])
-                row = plgpu.broadcasted_iota(i32, (C, C), 0, layout=WGMMA)
-                for tile, many in ((sm["k"].tiled, heads.halves), (sm["v"].tiled, self.chains)):
-                    for at in range(many):
-                        x = plgpu.load(tile.at[slot, at], layout=WGMMA)
-                        tile[slot, at] = jnp.where(row < count, x, jnp.zeros_like(x))
-                plgpu.commit_smem()
-                arrive(sm["arrived"].at[slot], self.copies)
-
-            if self.outputs:
-
-                @pl.when((c >= ring) & (c - ring < chunks - 1))
+                @pl.when(c >= ring)
                 def _() -> None:
-                    send(c - ring)
+                    plgpu.barrier_wait(sm["free"].at[slot])
 
-    def chain(self, ref: Any, sm: Any, i: Array, hv: Array, tile: Array, wg: Array) -> None:
-        """One tile of a state, and its columns of the outputs."""
+                if self.outputs:
+                    pl.when((c > ring) & (c - ring < item.chunks))(sent)
+                pl.when(c < item.chunks)(lambda: bring(item, c, slot))
+                pl.when(c >= item.chunks)(lambda: bring(after, c - item.chunks, slot))
+                if self.outputs:
+                    pl.when((c >= ring) & (c - ring < item.chunks - 1))(lambda: send(item, c - ring))
+
+            return after, lax.rem(at + item.chunks, i32(ring))
+
+        first = self.item(ref, cta, count & 0)
+        if not self.outputs:
+
+            @pl.when(first.first >= heads.v_dim // C)  # the only item of its CTA
+            def _() -> None:
+                for slot in range(ring):
+                    for at in range(self.chains):
+                        sm["v"].tiled[slot, at] = plgpu.layout_cast(jnp.zeros((C, C), self.dtype), WGMMA)
+                plgpu.commit_smem()
+
+        bring_state(first)
+        pl.loop(0, ring)(lambda c: bring(first, c, c))
+        lax.fori_loop(0, count, turn, (first, count & 0))
+
+    def chain(self, ref: Any, sm: Any, item: Item, slot: Array, wg: Array) -> Array:
+        """One tile of a state, and its columns of the outputs; `slot` is where the first chunk is, and the next one's comes
+        back.
+        """
         halves, ring, dtype = self.heads.halves, self.ring, self.dtype
-        start, length, read, write = (ref[x][i] for x in ("start", "length", "read", "write"))
-        chunks, out = lax.div(length + (C - 1), i32(C)), pl.ds(hv * self.heads.v_dim + tile * C, C)
+        start, length, chunks, tile = item.at.start, item.at.length, item.chunks, item.first + wg
+        out = pl.ds(item.hv * self.heads.v_dim + tile * C, C)
         o = Views(*(x.at[wg] for x in sm["o"])) if self.outputs else Views(None, None, None)
-
-        def state_at(pool: str, row: Array, half: int) -> Any:
-            return ref[pool].at[row, hv, pl.ds(half * C, C), pl.ds(tile * C, C)].transpose((1, 0))
-
-        row = ref["layer"][0] * self.num_slots  # of slot 0
 
         def initial(half: int) -> Array:
             def given() -> Array:
-                at = ("given", i) if "given" in ref else ("pool", row + read)
-                x = plgpu.load(state_at(*at, half), layout=TRANSPOSED, optimized=False)
+                x = plgpu.load(sm["state"].at[wg, half].transpose((1, 0)), layout=TRANSPOSED)
                 return plgpu.layout_cast(x, WGMMA).astype(f32)
 
-            if "given" in ref:
-                return given()
-            return lax.cond(read >= 0, given, lambda: plgpu.layout_cast(jnp.zeros((C, C), f32), WGMMA))
+            zeros = lambda: plgpu.layout_cast(jnp.zeros((C, C), f32), WGMMA)  # noqa: E731
+            return given() if self.given else lax.cond(item.at.read >= 0, given, zeros)
 
         def step(c: Array, slot: Any, carry: Any) -> Any:
             """One chunk. What it adds to the outputs leaves when the next one has begun."""
@@ -243,18 +316,23 @@ class Walk:
             slot, *carry = carry
             return jnp.where(slot == ring - 1, 0, slot + 1), *step(c, slot, carry)
 
+        plgpu.barrier_wait(sm["state_here"])
         states = [initial(half) for half in range(halves)]
+        if interpreted():
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(sm["state_free"])
         nothing = plgpu.layout_cast(jnp.zeros((C, C), dtype), WGMMA)
-        carry = chunks & 0, states, [m.astype(dtype) for m in states], *[nothing] * self.outputs
-        _, states, _, *o_last = lax.fori_loop(0, chunks, turn, carry)
+        carry = slot, states, [m.astype(dtype) for m in states], *[nothing] * self.outputs
+        slot, states, _, *o_last = lax.fori_loop(0, chunks, turn, carry)
 
-        @pl.when(write >= 0)
+        @pl.when(item.at.write >= 0)
         def _() -> None:
             for half, m in enumerate(states):
-                state_at("pool", row + write, half)[...] = plgpu.layout_cast(m.astype(ref["pool"].dtype), TRANSPOSED)
+                there = self.state_at(ref, item, item.at.write, tile, half).transpose((1, 0))
+                there[...] = plgpu.layout_cast(m.astype(ref["pool"].dtype), TRANSPOSED)
 
         if not self.outputs:
-            return
+            return slot
 
         plgpu.barrier_wait(sm["o_free"].at[wg])
 
@@ -273,10 +351,9 @@ class Walk:
         def _() -> None:
             put(o_last[0], start + (chunks - 1) * C, start + length)
 
-        end = jnp.where(i == self.n - 1, ref["o"].shape[0], ref["end"][i])
-
-        @pl.when(start + length < end)
+        @pl.when(start + length < item.at.end)
         def _() -> None:
-            put(nothing, start + length, end)
+            put(nothing, start + length, item.at.end)
 
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return slot

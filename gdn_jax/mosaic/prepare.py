@@ -26,6 +26,7 @@ from gdn_jax.mosaic.common import (
     interpreted,
 )
 
+SMS = 132
 C = 64  # tokens of a chunk, and columns of a tile of the state
 BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
 LOG2_E = 1.4426950408889634
