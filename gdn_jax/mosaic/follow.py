@@ -6,8 +6,10 @@ chunks by TMA.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -208,16 +210,17 @@ class Walk:
                 plgpu.barrier_arrive(sm["o_free"].at[at])
 
         def turn(n: Array, carry: tuple[Item, Array]) -> tuple[Item, Array]:
+            """What belongs to item n, and the start of the next one."""
             item, at = carry
             after = self.item(ref, cta, n + 1)
-            plgpu.barrier_wait(sm["state_free"])
+            pl.when(n >= 0)(lambda: plgpu.barrier_wait(sm["state_free"]))
             pl.when(n + 1 < count)(lambda: bring_state(after))
             if self.outputs:
-                sent()
+                pl.when(n >= 0)(sent)
 
             @pl.loop(jnp.minimum(item.chunks, ring), item.chunks + ring)
             def _(c: Array) -> None:
-                slot = lax.rem(at + c, i32(ring))
+                slot, own = lax.rem(at + c, i32(ring)), c < item.chunks
 
                 @pl.when(c >= ring)
                 def _() -> None:
@@ -225,8 +228,7 @@ class Walk:
 
                 if self.outputs:
                     pl.when((c > ring) & (c - ring < item.chunks))(sent)
-                pl.when(c < item.chunks)(lambda: bring(item, c, slot))
-                pl.when(c >= item.chunks)(lambda: bring(after, c - item.chunks, slot))
+                bring(jax.tree.map(partial(jnp.where, own), item, after), jnp.where(own, c, c - item.chunks), slot)
                 if self.outputs:
                     pl.when((c >= ring) & (c - ring < item.chunks - 1))(lambda: send(item, c - ring))
 
@@ -242,9 +244,7 @@ class Walk:
                         sm["v"].tiled[slot, at] = plgpu.layout_cast(jnp.zeros((C, C), self.dtype), WGMMA)
                 plgpu.commit_smem()
 
-        bring_state(first)
-        pl.loop(0, ring)(lambda c: bring(first, c, c))
-        lax.fori_loop(0, count, turn, (first, count & 0))
+        lax.fori_loop(-1, count, turn, (first._replace(chunks=count & 0), count & 0))
 
     def chain(self, ref: Any, sm: Any, item: Item, slot: Array, wg: Array) -> Array:
         """One tile of a state, and its columns of the outputs; `slot` is where the first chunk is, and the next one's comes

@@ -45,7 +45,6 @@ from gdn_jax.varlen import tile_table
 MANY = 4 * 132  # CTAs
 WIDEST = 128  # heads of a piece
 ROWS = 8  # tokens whose loads are under way together
-AHEAD = False  # whether the next ROWS are loaded before these are used: ROWS vectors more in registers
 
 Gates = tuple[Array, Array, int, int]
 
@@ -161,9 +160,6 @@ def prologue(
                     lambda: [zeros(f32, wide) for _ in range(history)],
                     lambda: [load(ref["x"].at[first - history + j, here], wide) for j in range(history)],
                 )
-                ahead = None
-                if AHEAD:
-                    ahead = lax.cond(done > 0, lambda: rows_of(0), lambda: [zeros(dtype, wide) for _ in range(ROWS)])
                 for j in range(width):
                     taps_sm[j] = one_each(ref["weight"].at[here, j])
 
@@ -204,17 +200,15 @@ def prologue(
                 taps = [load(taps_sm.at[j], wide) for j in range(width)]
                 window = lax.cond(fresh, lambda: [load(history_sm.at[j], wide) for j in range(history)], lambda: before)
 
-                def whole(i: Array, carry: Any) -> Any:
+                def whole(i: Array, window: list[Array]) -> list[Array]:
                     """ROWS tokens."""
-                    window, rows = carry
-                    window = window + [row.astype(f32) for row in (rows if AHEAD else rows_of(i))]
-                    rows = lax.cond(i + 1 < done, lambda: rows_of(i + 1), lambda: rows) if AHEAD else None
+                    window = window + [row.astype(f32) for row in rows_of(i)]
                     y_rows = y_ref.at[pl.ds(first + i * ROWS, ROWS)]
                     for t in range(ROWS):
                         y_rows[t, here] = convolve(bias, taps, window[t : t + width], activation).astype(dtype)
-                    return window[ROWS:], rows
+                    return window[ROWS:]
 
-                window, _ = lax.fori_loop(0, done, whole, (window, ahead))
+                window = lax.fori_loop(0, done, whole, window)
                 rest, at = lax.rem(valid, i32(ROWS)), first + done * ROWS
 
                 @pl.when(rest > 0)

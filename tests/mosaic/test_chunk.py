@@ -13,7 +13,7 @@ from kernels import BF16, F16, F32, h200, interpret, lowered, on_gpu
 
 import gdn_jax
 from gdn_jax import chunk_gated_delta_rule, reference
-from gdn_jax.mosaic import chunk
+from gdn_jax.mosaic import chunk, follow
 from gdn_jax.varlen import resolve, sequences
 
 LAYERS = 2
@@ -106,10 +106,17 @@ def test_against_the_reference(dtypes: Any) -> None:
 
 
 @pytest.mark.parametrize("chains", [1, 2])
-def test_one_or_two_states_a_cta(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
+def test_a_cta_goes_from_sequence_to_sequence(monkeypatch: pytest.MonkeyPatch, chains: int) -> None:
+    monkeypatch.setattr(follow, "SMS", 1)
     monkeypatch.setattr(chunk, "chains_of_cta", lambda *sizes: chains)
-    monkeypatch.setattr(chunk, "stages", lambda *sizes: 2)
-    call = poisoned(make(1, (200, 3), (BF16, F32), 128, 128, HV=1))
+    call = poisoned(make(1, (3, 0, 200, 64, 1, 70), (BF16, F32), 64, 64 * chains, HV=1))
+    check(call, *run(call))
+
+
+@pytest.mark.parametrize(("pieces", "K", "V"), [(2, 64, 64), (3, 128, 64), (5, 64, 128)])
+def test_segments(monkeypatch: pytest.MonkeyPatch, pieces: int, K: int, V: int) -> None:
+    monkeypatch.setattr(chunk, "segments", lambda *sizes: pieces)
+    call = poisoned(make(3, (200, 0, 3, 64, 130), (BF16, BF16 if pieces == 2 else F32), K, V, HV=1, behind=5))
     check(call, *run(call))
 
 
@@ -199,19 +206,19 @@ def test_every_shape_lowers_in_place(dtypes: Any) -> None:
         places = dict(query_start_loc=loc, state_indices=index, layer=layer, implementation="mosaic")
         return chunk_gated_delta_rule(q, k, v, g, g, ssm_state=pool, **places)
 
-    shapes = [
-        (2048, 1, 16, 32, 128, 128),
-        (8192, 48, 16, 32, 128, 128),
-        (40, 3, 1, 3, 64, 128),
-        (500, 2, 2, 16, 128, 64),
+    shapes = [  # and the number of launches
+        (8192, 48, 16, 32, 128, 128, 2),
+        (40, 3, 1, 3, 64, 128, 1),
+        (2048, 1, 16, 32, 128, 128, 1),
+        (8192, 1, 4, 8, 128, 128, 3),
     ]
-    for tokens, n, H, HV, K, V in shapes if dtypes == (BF16, F32) else shapes[1:3]:
+    for tokens, n, H, HV, K, V, launches in shapes if dtypes == (BF16, F32) else shapes[:2]:
         s = jax.ShapeDtypeStruct
         pool = s((LAYERS, 2 * n, HV, K, V), dtypes[1])
         q, v = s((tokens, H, K), dtypes[0]), s((tokens, HV, V), dtypes[0])
         gates, loc, index, layer = (s(x, t) for x, t in (((tokens, HV), F32), ((n + 1,), INT), ((n,), INT), ((), INT)))
         text = lowered(step, pool, q, q, v, gates, loc, index, layer, donate_argnums=0)
-        assert text.count("mosaic_gpu_v2") == 2 and "tf.aliasing_output" in text, (tokens, K, V)
+        assert text.count("mosaic_gpu_v2") == launches and "tf.aliasing_output" in text, (tokens, K, V)
         assert "stablehlo.while" not in text, (tokens, K, V)
 
 

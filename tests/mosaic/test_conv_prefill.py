@@ -145,16 +145,13 @@ def test_other_widths_without_bias_flags_and_activation(sizes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "size", "rows", "ahead"),
-    [(64, 256, 8, False), (64, 256, 8, True), (32, 128, 16, True), (16, 128, 2, False)],
+    ("tile", "size", "rows"),
+    [(64, 256, 8), (32, 128, 16), (16, 128, 2)],
 )
-def test_every_tile_against_the_reference(
-    monkeypatch: pytest.MonkeyPatch, tile: int, size: int, rows: int, ahead: bool
-) -> None:
+def test_every_tile_against_the_reference(monkeypatch: pytest.MonkeyPatch, tile: int, size: int, rows: int) -> None:
     monkeypatch.setattr(prologue, "channels_of_block", lambda *sizes: size)
     monkeypatch.setattr(prologue, "tokens_of_tile", lambda *sizes: tile)
     monkeypatch.setattr(prologue, "ROWS", rows)
-    monkeypatch.setattr(prologue, "AHEAD", ahead)
     monkeypatch.setattr(prologue, "rows_of_gates", lambda heads: rows)
     call = poisoned(make(3, S=1, heads=4, between=8))
     check(call, *run(call))

@@ -37,7 +37,7 @@ LENGTHS = (5, 0, 3, 9, 1, 66, 2, 3, 3, 6, 1, 2)
 DTYPES = {"bf16": (BF16, BF16), "bf16-f32": (BF16, F32), "f16": (F16, F16)}  # of tokens, of states
 TOL = {BF16: 6e-3, F16: 6e-3 / 4}  # of outputs and of float32 states
 STATE_TOL = {BF16: 3e-3, F16: 4e-4, F32: 0}  # what rounding the state adds
-KERNELS = 3  # the conv with the gates, then the two of the chunks
+KERNELS = 2  # the conv with the gates, then the chunks; of many states these take two
 
 
 def make(
@@ -263,7 +263,7 @@ def test_real_sizes_lower_in_place(heads: Any, dtypes: Any, S: int, n: int, num_
     )
     state, layer = jax.eval_shape(lambda: gdn_jax.init_state(config, 2 * n, LAYERS)), shape((), jnp.int32)
     text = lowered(lambda state, rest, at: step(state, rest, config, at), state, rest, layer, donate_argnums=0)
-    assert text.count("mosaic_gpu_v2") == KERNELS and text.count("tf.aliasing_output") == 2
+    assert text.count("mosaic_gpu_v2") == KERNELS + (n == 48) and text.count("tf.aliasing_output") == 2
     assert "stablehlo.while" not in text
 
 
