@@ -270,27 +270,28 @@ def lowers_in_place(call: dict[str, Any], num_tokens: int | None = None, n: int 
     assert "stablehlo.while" not in text and "stablehlo.exp" not in text and "stablehlo.transpose" not in text
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32, F16])
-def test_every_dtype_lowers_in_place(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_every_dtype_lowers_in_place(monkeypatch: pytest.MonkeyPatch, dtypes: Any) -> None:
     monkeypatch.setattr(prologue, "ROWS", 2)
-    for number, others in enumerate(itertools.product((BF16, F32, F16), repeat=2)):
-        form: dict[str, Any] = dict(S=3, heads=32) if number % 2 else {}
-        lowers_in_place(make(0, (dtype, *others), (1, 1), D=8192, slots=4, **form))
+    lowers_in_place(make(0, dtypes, (1, 1), D=8192, slots=4, S=3, heads=32))
 
 
-@pytest.mark.parametrize("n", [1, 48])
-@pytest.mark.parametrize("between", [0, 4096])
+@pytest.mark.parametrize(("n", "between"), [(1, 0), (48, 4096)])
 def test_real_sizes_lower_in_place(n: int, between: int) -> None:
     call = make(0, lengths=(1, 1), D=8192, slots=4, heads=32, between=between)
     assert call["x"].shape[1] == 8192 + 64 + between
     lowers_in_place(call, 8192, n)
 
 
-@pytest.mark.parametrize(("D", "heads", "between"), [(384, 3, 0), (2048, 48, 1), (512, 200, 0)])
-def test_every_size_lowers_in_place(monkeypatch: pytest.MonkeyPatch, D: int, heads: int, between: int) -> None:
+@pytest.mark.parametrize(
+    ("D", "heads", "between", "W", "S"),
+    [(384, 3, 0, 2, 0), (2048, 48, 1, 4, 3), (512, 200, 0, 8, 7), (512, 0, 0, 4, 0)],
+)
+def test_every_size_lowers_in_place(
+    monkeypatch: pytest.MonkeyPatch, D: int, heads: int, between: int, W: int, S: int
+) -> None:
     monkeypatch.setattr(prologue, "ROWS", 2)
-    for W, S in ((2, 0), (4, 3), (8, 7)):
-        lowers_in_place(make(0, lengths=(1, 1), slots=4, D=D, W=W, S=S, heads=heads, between=between), 5000, 3)
+    lowers_in_place(make(0, lengths=(1, 1), slots=4, D=D, W=W, S=S, heads=heads, between=between), 5000, 3)
 
 
 def operator(pool: Any, rest: Any, layer: Any = LAYER, implementation: Any = None) -> Any:

@@ -270,7 +270,7 @@ def test_checkify_and_gradients_beside_the_kernel() -> None:
 @pytest.mark.parametrize("function", ["gdn_decode", "gdn_mtp_decode"])
 def test_every_tile_lowers_in_place(function: str, dtypes: Any) -> None:
     sizes = [(1, 64, 64), (1, 128, 128), (128, 128, 128), (1, 256, 128), (128, 64, 256)]
-    for n, K, V in sizes if dtypes == (BF16, BF16) else sizes[1:3]:
+    for n, K, V in sizes if dtypes == (BF16, BF16) else sizes[1:2]:
         if function == "gdn_decode":
             call = decode_call(0, dtypes, n, slots=n, K=K, V=V, H=2, HV=4)
         else:

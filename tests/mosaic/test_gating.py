@@ -117,7 +117,7 @@ def test_every_dtype_lowers(dtypes: Any) -> None:
 
 
 def test_every_size_lowers() -> None:
-    for num_tokens, num_v_heads in ((7, 32), (8191, 48), (3, 1023)):
+    for num_tokens, num_v_heads in ((8191, 48), (3, 1023)):
         shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((num_v_heads,), (num_tokens, num_v_heads))]
         text = lowered(partial(gdn_gating, implementation="mosaic"), shapes[0], shapes[1], shapes[1], shapes[0])
         assert text.count("mosaic_gpu_v2") == 1

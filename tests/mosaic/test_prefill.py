@@ -121,7 +121,7 @@ def check(call: dict[str, Any], out: Any, state: GDNState) -> None:
         same(after[0], given[0])
 
 
-@pytest.mark.parametrize(("dtypes", "S"), [("bf16", 0), ("bf16", 2), ("bf16-f32", 2), ("f16", 0)])
+@pytest.mark.parametrize(("dtypes", "S"), [("bf16", 0), ("bf16-f32", 2), ("f16", 0)])
 def test_against_the_reference(dtypes: str, S: int) -> None:
     call = poisoned(make(1, DTYPES[dtypes], S=S))
     check(call, *run(call))
