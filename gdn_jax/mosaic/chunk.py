@@ -126,7 +126,10 @@ def rule(
 
     def follow(pool: Array, places: Places, outs: dict[str, Any], **more: Array) -> tuple[Array, ...]:
         n, table = places.start.size, jnp.stack([x.reshape(-1) for x in places], axis=-1)
-        chains = chains_of_cta(n * num_v_heads * pool.shape[-1] // C, min(heads.k_dim, heads.v_dim))
+        columns = (
+            heads.v_dim if outs else min(heads.k_dim, heads.v_dim)
+        )  # the two tiles of a CTA have values, or none of them
+        chains = chains_of_cta(n * num_v_heads * pool.shape[-1] // C, columns)
         walk = Walk(heads, dtype, pool, n, chains, stages(chains), bool(outs), "given" in more)
         if walk.items > walk.ctas:
             table = table[_longest_first(places.length)]
