@@ -214,9 +214,8 @@ def tile_table(starts: Array, lengths: Array, num_tokens: int, size: int) -> tup
     """
     base = tile_base(lengths, num_tokens, size)
     entry = jnp.arange(num_tokens // size + starts.shape[0], dtype=jnp.int32)
-    sequence = jnp.sum(
-        base[None, 1:] <= entry[:, None], axis=1, dtype=jnp.int32
-    )  # base[0] is one of them for any entry
+    # No comparison with base[0], which is 0.
+    sequence = jnp.sum(base[None, 1:] <= entry[:, None], axis=1, dtype=jnp.int32)
     first = (entry - base[sequence]) * size
     tokens = jnp.clip(lengths[sequence] - first, 0, size)
     return sequence, jnp.where(tokens > 0, starts[sequence] + first, 0), tokens

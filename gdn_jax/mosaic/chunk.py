@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from gdn_jax.mosaic.common import await_flag, f32, flags, i32, interpreted, launch, overlay, parts_of, raise_flag
+from gdn_jax.mosaic.common import SMS, await_flag, f32, flags, i32, interpreted, launch, overlay, parts_of, raise_flag
 from gdn_jax.mosaic.follow import Places, Walk
-from gdn_jax.mosaic.prepare import SMS, C, Heads, Preparation
+from gdn_jax.mosaic.prepare import C, Heads, Preparation
 from gdn_jax.varlen import Batch, tile_base, tile_table
 
 TOGETHER = 2  # warpgroups of a CTA, where both parts run in one launch

@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.typing import DTypeLike
 
 f32, i32 = jnp.float32, jnp.int32
+SMS = 132  # of an H200
 WGMMA, TRANSPOSED = (
     plgpu.Layout.WGMMA,
     plgpu.Layout.WGMMA_TRANSPOSED,
@@ -123,7 +124,7 @@ def layout_of_tile(vb: int, dtype: DTypeLike) -> Any:
 
 
 def swizzled(dtype: DTypeLike) -> tuple[Any, ...]:
-    """The transforms of a tile in shared memory."""
+    """The transforms of a tile in shared memory, in rows of 128 bytes; the tensor cores read no other."""
     tiling: Any = plgpu.TilingTransform
     swizzle: Any = plgpu.SwizzleTransform
     return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
@@ -225,13 +226,6 @@ def accumulate(f: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     return pl.run_scoped(scope, *(WGMMAAccumulatorRef(shape, f32) for shape in shapes))
 
 
-def tile_transforms(dtype: DTypeLike) -> tuple[Any, ...]:
-    """Of a matrix in shared memory that the tensor cores read, in rows of 128 bytes."""
-    tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform
-    return tiling((8, 128 // jnp.dtype(dtype).itemsize)), swizzle(128)
-
-
 class Views(NamedTuple):
     """The same bytes of 64 x 64 matrices of 16 bits: as products take them, as TMA moves them to or from any row of an array,
     and in no order, for copies of a few rows.
@@ -262,11 +256,12 @@ class Memory:
             some = (x for x in self.arrays.values() if x[2] in uses)
             return [plgpu.SMEM(shape, dtype, transforms=transforms(dtype, use)) for shape, dtype, use in some]
 
-        return [
-            group(self.USES, lambda dtype, use: () if use == "plain" else tile_transforms(dtype)),
-            group(self.USES[:2], lambda dtype, use: tile_transforms(dtype)[1:]),
+        groups = (
+            group(self.USES, lambda dtype, use: () if use == "plain" else swizzled(dtype)),
+            group(self.USES[:2], lambda dtype, use: swizzled(dtype)[1:]),
             group(self.USES[:1], lambda dtype, use: ()),
-        ]
+        )
+        return [refs for refs in groups if refs]
 
     def named(self, refs: Sequence[Any]) -> dict[str, Any]:
         """The refs that a kernel got for `views()`."""
@@ -281,19 +276,26 @@ def overlay(*memories: Memory) -> Any:
     """Scratch memory that serves any one of these; `parts_of` tells them apart."""
     if interpreted():
         return [plgpu.SMEM(shape, dtype) for shape, dtype, _ in memories[0].arrays.values()]
-    return plgpu.RefUnion(*(group for memory in memories for group in memory.views() if group))
+    return plgpu.RefUnion(*(group for memory in memories for group in memory.views()))
 
 
 def parts_of(scratch: Any, *memories: Memory) -> list[dict[str, Any]]:
     """What `overlay` of the same memories made, by name."""
     if interpreted():
         return [memories[0].named([scratch] * 3)]
-    out, rest = [], list(scratch)
-    for memory in memories:
-        count = sum(bool(group) for group in memory.views())
-        out.append(memory.named(rest[:count]))
-        rest = rest[count:]
-    return out
+    rest = iter(scratch)
+    return [memory.named([next(rest) for _ in memory.views()]) for memory in memories]
+
+
+def clear_behind(tiles: Sequence[Any], count: Array) -> None:
+    """Zeroes rows `count` and on of 64 x 64 tiles in shared memory: they belong to others, who may be NaN, and so would zero
+    times them be.
+    """
+    real = lax.broadcast_in_dim(plgpu.broadcasted_iota(i32, (64,), 0, layout=ROW) < count, (64, 64), [0])
+    for tile in tiles:
+        x = plgpu.load(tile, layout=WGMMA)
+        tile[...] = jnp.where(real, x, jnp.zeros_like(x))
+    plgpu.commit_smem()
 
 
 def flags(shape: tuple[int, ...]) -> Any:

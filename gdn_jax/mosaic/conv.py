@@ -20,10 +20,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gdn_jax.mosaic.common import channels_layout, i32, keep, launch, load, sigmoid, tokens_of
+from gdn_jax.mosaic.common import SMS, channels_layout, i32, keep, launch, load, sigmoid, tokens_of
 from gdn_jax.varlen import inside
 
-MANY = 16 * 132  # CTAs
+MANY = 16 * SMS  # CTAs
 LONG = 8  # entries of a window: history and new inputs
 
 

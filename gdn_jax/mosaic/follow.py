@@ -17,18 +17,20 @@ from jax import Array, lax
 
 from gdn_jax.mosaic.common import (
     COL,
+    SMS,
     TRANSPOSED,
     WGMMA,
     Accumulator,
     Memory,
     Views,
     accumulate,
+    clear_behind,
     f32,
     i32,
     interpreted,
     store_rows,
 )
-from gdn_jax.mosaic.prepare import DECAY, E1, EQ, SMS, C, Heads, W, columns
+from gdn_jax.mosaic.prepare import DECAY, E1, EQ, C, Heads, W, columns
 
 
 class Places(NamedTuple):
@@ -72,7 +74,7 @@ class Walk:
         outputs: bool = True,
         given: bool = False,
     ) -> None:
-        self.heads, self.dtype, self.n, self.chains, self.ring, self.outputs = heads, dtype, n, chains, ring, outputs
+        self.heads, self.dtype, self.chains, self.ring, self.outputs = heads, dtype, chains, ring, outputs
         self.given = given  # states come in an array of their own, one row each
         self.num_slots, self.parts = pool.shape[1], pool.shape[-1] // C // chains
         self.items = n * heads.num_v_heads * self.parts
@@ -169,15 +171,10 @@ class Walk:
                 copy(item, c, slot, sm["arrived"].at[slot])
 
             @pl.when((tokens > 0) & (tokens < C))
-            def _() -> None:  # rows of others, who may be NaN: zero times them is not zero
+            def _() -> None:
                 copy(item, c, slot, sm["alone"])
                 plgpu.barrier_wait(sm["alone"])
-                row = plgpu.broadcasted_iota(i32, (C, C), 0, layout=WGMMA)
-                for tile, many in ((sm["k"].tiled, heads.halves), (sm["v"].tiled, self.chains)):
-                    for at in range(many):
-                        x = plgpu.load(tile.at[slot, at], layout=WGMMA)
-                        tile[slot, at] = jnp.where(row < tokens, x, jnp.zeros_like(x))
-                plgpu.commit_smem()
+                clear_behind([sm[name].tiled.at[slot, at] for name in "kv" for at in range(self.streams[name])], tokens)
                 arrive(sm["arrived"].at[slot], self.copies)
 
         def bring_state(item: Item) -> None:

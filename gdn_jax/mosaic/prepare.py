@@ -21,12 +21,12 @@ from gdn_jax.mosaic.common import (
     Memory,
     accumulate,
     block_layout,
+    clear_behind,
     f32,
     i32,
     interpreted,
 )
 
-SMS = 132
 C = 64  # tokens of a chunk, and columns of a tile of the state
 BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
 LOG2_E = 1.4426950408889634
@@ -201,13 +201,8 @@ class Preparation:
         plgpu.barrier_wait(sm["tiles_here"].at[wg])
 
         @pl.when(count < C)
-        def _() -> None:  # rows behind the sequence's end belong to others, who may be NaN
-            real = rows(row < count)
-            for tile in (k_tile, q_tile):
-                for half in range(halves):
-                    x = plgpu.load(tile.at[half], layout=WGMMA)
-                    tile[half] = jnp.where(real, x, jnp.zeros_like(x))
-            plgpu.commit_smem()
+        def _() -> None:
+            clear_behind([tile.at[half] for tile in (k_tile, q_tile) for half in range(halves)], count)
 
         def grams(*sums: Accumulator) -> Any:
             for total, (a, b) in zip(sums, ((k_tile, k_tile), (q_tile, k_tile), (q_tile, q_tile))):
@@ -219,13 +214,13 @@ class Preparation:
             for r in of_group:
                 of = lax.rem(part * group + r, i32(4))
                 raw = [plgpu.load(sm[x].at[wg, :, of], layout=ROW, optimized=False) for x in ("g", "beta")]
-                decay = jnp.where(real, jnp.maximum(raw[0], LEAST_G) * LOG2_E, none)
-                gates_sm[r, 0], gates_sm[r, 1] = decay, jnp.where(real, raw[1], none)
+                decay, write = (jnp.where(real, x, none) for x in (jnp.maximum(raw[0], LEAST_G) * LOG2_E, raw[1]))
+                gates_sm[r, 0], gates_sm[r, 1] = decay, write
+                writes.append(write)
             plgpu.commit_smem()
             for r in of_group:  # running sums of g, in powers of two: exact, no scan
                 along = columns(plgpu.load(gates_sm.at[r, 0], layout=COL))
                 downs.append(plgpu.layout_cast(jnp.sum(jnp.where(on_or_below, along, zero), axis=1), ROW))
-                writes.append(plgpu.load(gates_sm.at[r, 1], layout=ROW))
             kk, qk, *qq = (total.read((len(sums) - 1 - n) * halves) for n, total in enumerate(sums))
             return kk, qk, factor(kk), factor(qq[0] if qq else qk), writes, downs
 

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from gdn_jax.mosaic.common import (
+    SMS,
     block_layout,
     channels_layout,
     f32,
@@ -42,7 +43,7 @@ from gdn_jax.mosaic.common import (
 )
 from gdn_jax.varlen import tile_table
 
-MANY = 4 * 132  # CTAs
+MANY = 4 * SMS  # CTAs
 WIDEST = 128  # heads of a piece
 ROWS = 8  # tokens whose loads are under way together
 

@@ -120,15 +120,15 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, pieces: int, K: int, V: int) 
     check(call, *run(call))
 
 
-@pytest.mark.parametrize(("H", "HV"), [(1, 3), (2, 4)])
-def test_value_heads_of_a_key_head(H: int, HV: int) -> None:
-    call = poisoned(make(2, (67,), (BF16, F32), 64, 64, H=H, HV=HV))
+@pytest.mark.parametrize(("H", "HV", "length"), [(1, 3, 67), (2, 4, 67), (1, 8, 9)])
+def test_value_heads_of_a_key_head(H: int, HV: int, length: int) -> None:
+    call = poisoned(make(2, (length,), (BF16, F32), 64, 64, H=H, HV=HV))
     check(call, *run(call))
 
 
-@pytest.mark.parametrize("length", [1, 16, 63, 128, 129])
-def test_lengths(length: int) -> None:
-    call = poisoned(make(length, (length,), (BF16, BF16), 64, 64, HV=1))
+@pytest.mark.parametrize("lengths", [(1, 15, 16), (63, 64, 65), (127, 128, 129)], ids=str)
+def test_lengths(lengths: tuple[int, ...]) -> None:
+    call = poisoned(make(lengths[0], lengths, (BF16, BF16), 64, 64, HV=1))
     check(call, *run(call))
 
 
